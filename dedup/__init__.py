@@ -2,7 +2,7 @@
 
 `run` does the same as the command `dedup run`, and `TopologyTestDriver` tests a topology file without a broker.
 `IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
-A `Flow` holds your function, which a topology calls for each record that it forwards. `dedup.errors` contains the error
+A `Flow` wraps your function, which the topology calls for each forwarded record. `dedup.errors` contains the error
 classes. All names except `errors`, `load_topology`, and `run` are imported on first access, so that `import dedup` is
 fast.
 """
@@ -64,14 +64,14 @@ _PLACES: Final[Mapping[str, str]] = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
-    """Import a public class or function on first access. Raises AttributeError for any other name."""
+    """Import a public class or function on first access. Raises AttributeError if the name is not public."""
     if name not in _PLACES:
         raise AttributeError(f"module 'dedup' has no attribute {name!r}")
     return getattr(import_module(f"dedup.{_PLACES[name]}"), name)
 
 
 def load_topology(path: Path | str) -> Topology:
-    """Return the topology that a file describes. Raises `TopologyError`, which lists all problems in the file."""
+    """Return the topology defined in a file. Raises `TopologyError`, listing every problem, if the file is invalid."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import beside, text_of
 
@@ -94,10 +94,10 @@ def run(
     The argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must
     configure logging.
 
-    Raises RuntimeError outside the main thread, because only the main thread can handle signals. Also raises the error
-    that stops the worker: `StateIncompatible` if state or topics do not fit the topology, `BrokerUnavailable` if no
-    broker answers, or `RecordFailed` if the policy for a record is `fail`. Results that were committed before the error
-    stay committed, and the next run continues after them.
+    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals. Also raises
+    the error that stops the worker: `StateIncompatible` if the state or the topics do not match the topology,
+    `BrokerUnavailable` if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed
+    before the error stay committed, and the next run continues from there.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

@@ -27,8 +27,8 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
     """Import the module in ``module:attribute``, and return the attribute (None if it is missing) and the module.
 
     The import runs the user's code. The module must be in ``directory``, next to the topology file, or be installed.
-    Raises TopologyError, which names ``key`` and ``file``, if the module cannot be imported, or if another module with
-    the same name hides the one in ``directory``.
+    Raises TopologyError, naming ``key`` and ``file``, if the module cannot be imported, or if another module with the
+    same name shadows the one in ``directory``.
     """
     module_name, _, attribute = name.partition(":")
     if directory not in sys.path:
@@ -55,11 +55,12 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
 def load_id_function(
     name: str, directory: str, file: str, digest: str
 ) -> Callable[[bytes | None, bytes | None, _Headers], object]:
-    """Import and return the ID function ``module:attribute``, in the same way as `load_attribute`.
+    """Import the ID function ``module:attribute`` as `load_attribute` does, and return the function.
 
     ``digest`` is the `source_digest` that the module next to the topology file had when that file was read, or an empty
     string if there was no such module. Raises TopologyError if the attribute is not a function or is an async function.
-    Also raises TopologyError if the imported module has another digest, as changed code may return different IDs.
+    Also raises TopologyError if the imported module's digest is not ``digest``, because changed code may return
+    different IDs.
     """
     key = "tracking_id.python"
     function, module = load_attribute(key, name, directory, file)
@@ -81,7 +82,7 @@ def load_id_function(
 
 
 def imported_digest(name: str) -> str:
-    """Return the digest that the module of ``module:attribute`` had when this process imported it.
+    """Return the source digest that the module in ``module:attribute`` had when this process imported it.
 
     Returns an empty string if the process has not imported the module, or if the module has no source.
     """
@@ -91,12 +92,12 @@ def imported_digest(name: str) -> str:
 
 @cache
 def _imported(module: ModuleType) -> str:
-    """Return the digest that a module's source had at the first call, right after `load_attribute` imported it."""
+    """Return the source digest computed at the first call, right after `load_attribute` imported the module."""
     return _digest_of(module)
 
 
 def _digest_of(module: ModuleType) -> str:
-    """Return the digest of a module's source, or an empty string if there is none. The source may be in a zip file."""
+    """Return the digest of a module's source, or an empty string if it has none. The source may be in a zip file."""
     try:
         spec = module.__spec__
         text = None if spec is None else spec.loader.get_source(spec.name)  # type: ignore[union-attr]
@@ -106,5 +107,5 @@ def _digest_of(module: ModuleType) -> str:
 
 
 def source_digest(text: str) -> str:
-    """Return the digest of a module's source text, in hexadecimal digits."""
+    """Return the digest of a module's source text as a hexadecimal string."""
     return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()

@@ -12,7 +12,7 @@ from typing import Final
 
 class Terminated(SystemExit):
     """Raised in the main thread when SIGTERM arrives, unless a worker handles the signal. Code that catches all
-    exceptions of user code must re-raise this one.
+    exceptions from user code must re-raise this one.
     """
 
 

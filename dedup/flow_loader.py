@@ -45,8 +45,8 @@ def load_code(topology: Topology) -> Flow | None:
 def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[Finding]:
     """Run the flow and the ID functions on sample records in two processes with different hash seeds.
 
-    Returns a finding for each function that fails on a sample, and for each one whose two results differ. Raises
-    TopologyError if the code cannot be loaded or terminates its process.
+    Returns a finding for each function that fails on a sample, and for each one whose results differ between the
+    processes. Raises TopologyError if the code cannot be loaded or terminates its process.
     """
     load_code(topology)
     findings: list[Finding] = []

@@ -130,7 +130,7 @@ class Durations:
         self.total_s += seconds * times
 
     def add_all(self, others: Durations) -> None:
-        """Count every duration of another histogram with the same bounds."""
+        """Add the counts of another histogram with the same bounds."""
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, others.counts, strict=True)]
         self.total_s += others.total_s
 
@@ -189,12 +189,12 @@ class TaskNumbers(Judged):
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set the stream time, which is None until each feed has a judged record or is idle."""
+        """Set ``stream_time_ms``, which stays None until each feed has a judged record or is idle."""
         # Before the first judged record, stream time is BEFORE_ALL_TIME, which is negative. No event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count the age of a committed batch's oldest record as the end-to-end latency of each record in the batch."""
+        """Record the age of a committed batch's oldest record as the end-to-end latency of each record in the batch."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -212,7 +212,7 @@ class TaskNumbers(Judged):
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """A snapshot of the state and the metrics of a task."""
+    """A snapshot of a task's state and metrics."""
 
     sub_topology: str
     topic: str
@@ -230,7 +230,7 @@ class TaskSeen:
 
     @property
     def lag_seconds(self) -> float:
-        """The age of the last committed record in seconds, or 0 without lag and before the first commit."""
+        """The age of the last committed record in seconds, or 0 if there is no lag or no commit yet."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
@@ -287,8 +287,8 @@ class DeadLetterAlert:
 class DeadShare:
     """Raises an alert while at least 95% of the records judged in the last minute are dead letters.
 
-    An alert begins only if at least 100 records were judged. It then continues even if fewer records are judged, so
-    that a topic with little traffic does not start and end alerts repeatedly.
+    An alert begins only if at least 100 records were judged in the last minute. An active alert continues even if fewer
+    records are judged, so that a low-traffic topic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:
@@ -363,6 +363,6 @@ class WorkerSeen:
 
     @property
     def state_bytes(self) -> int | None:
-        """The size of the state of all running tasks in bytes, or None if no task is running."""
+        """The total state size of all running tasks in bytes, or None if no task is running."""
         sizes = [task.state_bytes for task in self.tasks if task.state == "running"]
         return sum(sizes) if sizes else None

@@ -20,7 +20,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 def parse_duration(text: str, *, short: bool = False) -> int:
     """Parse a duration such as ``15m``, and return milliseconds. Raises ValueError with a message for the user.
 
-    If the text is a number of one or two digits without a unit, the message suggests seconds (with ``short``) or hours.
+    If the text is a number of one or two digits without a unit, the error suggests seconds (with ``short``) or hours.
     """
     # Without a unit, 24 probably means hours, and 500 probably means milliseconds.
     few = ("s", "ms") if short else ("h", "m")

@@ -2,7 +2,7 @@
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
 ``web.port``), and `--set`. A config file contains no secrets, only references to them, such as ``${env:NAME}`` or
-``${file:PATH}``. The docstrings of the keys appear in the JSON Schema, from which editors display them.
+``${file:PATH}``. The docstrings of the keys appear in the JSON Schema, so that editors can display them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Security(Keys):
 
 
 class RegistrySection(Keys):
-    """A schema registry with Confluent's API, which contains the schemas that the framing of values refers to."""
+    """A schema registry with Confluent's API. It holds the schemas that the framing of values refers to."""
 
     url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
@@ -300,10 +300,10 @@ def load_settings(
 ) -> Settings:
     """Return the settings in a config file, overridden by environment variables and then by ``overrides``.
 
-    If ``path`` is None, the function reads `config/local.yaml`, if it exists. An override is a string such as
-    ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the environment of the process.
+    If ``path`` is None, the function reads `config/local.yaml` if that file exists. An override is a string such as
+    ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the process environment.
 
-    Raises SettingsError with every problem if a setting is invalid.
+    Raises SettingsError, listing every problem, if any setting is invalid.
     """
     path = None if path is None else Path(path)
     environ = os.environ if environ is None else environ

@@ -16,7 +16,7 @@ _MOST_SHOWN_BYTES: Final = 4096
 
 
 def id_bytes(text: str) -> bytes:
-    """Encode an ID that a user has entered. Raises SettingsError if UTF-8 cannot encode the ID."""
+    """Encode an ID that a user has entered. Raises SettingsError if the ID cannot be encoded as UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -42,7 +42,7 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A member of the consumer group, with the page URL that it announced in the last rebalance (as in KIP-67)."""
+    """A member of the consumer group, with the URL of its web pages, announced in the last rebalance (as in KIP-67)."""
 
     worker: str
     url: str | None
@@ -104,7 +104,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see. The web pages do not show the payload of any other record."""
+    """A source record that a user asked to see. The web pages show no other record's payload."""
 
     place: str
     timestamp_ms: int

@@ -254,7 +254,7 @@ class _Reading:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether UTF-8 can encode a string from a file, from an argument, or from an environment variable."""
+    """Return whether a string from a file, an argument, or an environment variable can be encoded as UTF-8."""
     return _SURROGATE.search(text) is None
 
 
@@ -278,7 +278,7 @@ class Keys(BaseModel):
     """The base class for models of mappings in YAML files. Unknown keys are rejected, and values are not converted.
 
     Every command imports models, so importing them must be fast. Therefore, pydantic builds a validator only on first
-    use, and `schema_of` instead of pydantic reads the descriptions of the keys from the source.
+    use, and `schema_of`, not pydantic, reads the key descriptions from the source.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, defer_build=True)
@@ -287,7 +287,7 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that rejects a value unless ``accepts(value)``. In its error ``text``, ``{}`` is the value."""
+    """Return a validator that rejects a value unless ``accepts(value)``. In the error ``text``, ``{}`` is the value."""
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):
@@ -408,7 +408,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """Return the problems without repetitions, sorted by position."""
+    """Return the problems without duplicates, sorted by position."""
 
     def position(problem: Problem) -> tuple[int, int]:
         parts = problem.place.rsplit(":", 2)

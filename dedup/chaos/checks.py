@@ -1,4 +1,4 @@
-"""Computes the report of `dedup chaos`, with its nine oracles: conditions that must hold in every run.
+"""Builds the report of `dedup chaos`, which checks nine oracles: conditions that must hold in every run.
 
 Once all workers have stopped, `gather` collects the evidence for the oracles from Kafka, the stores, and the workers'
 logs and exit codes.
@@ -46,7 +46,7 @@ _HEIGHT: Final = 200
 
 @dataclass(slots=True)
 class Oracle:
-    """A condition that must hold in every run of `dedup chaos`, with the result of checking it."""
+    """A condition that must hold in every run of `dedup chaos`, and the result of checking it."""
 
     name: str
     meaning: str
@@ -55,13 +55,13 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """Return the word for the outcome in reports: "held" or "BROKEN"."""
+        """Return the outcome as reports show it: "held" or "BROKEN"."""
         return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence for the oracles. If a value could not be determined, it is None, and `unknown` has the reason."""
+    """The evidence for the oracles. A value that could not be determined is None, and `unknown` gives the reason."""
 
     verified: Report | None = None
     seen: Sightings | None = None
@@ -88,7 +88,7 @@ class Evidence:
 
 
 def oracles(found: Evidence) -> list[Oracle]:
-    """Return the oracles O1 to O9. An oracle that could not be computed counts as not held."""
+    """Return the oracles O1 to O9. An oracle that could not be checked counts as not held."""
     report, seen, epochs = found.verified, found.seen, found.epochs or []
     there = report is not None
     counts, books, read = (report.counts, report.books, report.read) if report is not None else ({}, [], 0)
@@ -130,7 +130,7 @@ def oracles(found: Evidence) -> list[Oracle]:
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
-    """Gather the evidence for the oracles of a run; all workers must have stopped before the call."""
+    """Gather the evidence for a run's oracles. All workers must have stopped before the call."""
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
@@ -152,9 +152,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If ``look`` fails, return None, and note the error under each oracle in
-    ``names``.
-    """
+    """Return the result of ``look``. If ``look`` fails, return None, and record the error for each oracle in ``names``."""
     try:
         return look()
     except DedupError as error:
@@ -181,10 +179,10 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Compare stores with the changelog, and return the number of stores and a sentence for each store that differs.
+    """Compare the stores with the changelog. Return the number of stores, and a message about each store that differs.
 
-    If a partition has moved to another worker, the store that stayed behind is compared only up to its own position in
-    the changelog.
+    If a partition has moved to another worker, the previous worker's store is compared only up to its own changelog
+    position.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []
@@ -230,7 +228,7 @@ def _difference(topology: Topology, store: RocksStore, log: Mapping[int, dict[by
 
 @dataclass(slots=True)
 class ChaosReport:
-    """The results of a whole run of `dedup chaos`."""
+    """The results of one complete run of `dedup chaos`."""
 
     topology: str
     seed: int
@@ -253,9 +251,7 @@ class ChaosReport:
 
     @property
     def closing_line(self) -> str:
-        """Return a line with the numbers of lost and duplicated records, and the names of the oracles that did not
-        hold.
-        """
+        """Return a one-line summary: how many records were lost or duplicated, and which oracles did not hold."""
         line = "nothing was verified" if self.verified is None else self.verified.closing_line()
         return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
 
@@ -265,7 +261,10 @@ class ChaosReport:
         return Counter(fault.kind for fault in self.events.injected if fault.hit)
 
     def to_json(self) -> str:
-        """Return the report as JSON. Its member "blows" counts the faults by kind, and "struck" lists all faults."""
+        """Return the report as JSON.
+
+        The JSON member "blows" counts the faults by kind, and "struck" lists all faults.
+        """
         document = {
             "dedup_chaos": 1,
             "passed": self.passed,
@@ -299,7 +298,7 @@ class ChaosReport:
         return page(f"dedup chaos {self.topology}", parts)
 
     def _plot(self, label: str, figure: Callable[[Tick, Tick], tuple[float, float]]) -> str:
-        """Return an SVG plot of a figure over time, with a mark for each fault that hit its target."""
+        """Return an SVG plot of a measured value over time, with a mark for each fault that hit its target."""
         steps = [
             (now.at_s, max(0.0, number / per))
             for before, now in pairwise(self.events.ticks)

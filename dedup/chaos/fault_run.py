@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class FaultType(enum.StrEnum):
-    """A kind of fault; the value of each member is the fault's name in reports."""
+    """A kind of fault; each member's value is the fault's name in reports."""
 
     target: Literal["worker", "broker", "cluster"]
     """What the fault hits. A `cluster` fault is a change that an administrator could make while workers run."""
@@ -45,7 +45,7 @@ class FaultType(enum.StrEnum):
     """The color of the fault in reports."""
 
     def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
-        """Create the kind of fault that reports call ``name``."""
+        """Create a kind of fault, which reports call ``name``."""
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.target, kind.per_minute, kind.colour = target, per_minute, colour
@@ -70,7 +70,7 @@ QUIET_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """A fault with its time, its kind, and, if it targets a worker, the number of that worker."""
+    """A fault's time and kind and, if the fault targets a worker, that worker's number."""
 
     at_s: float
     kind: FaultType
@@ -78,7 +78,7 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return the number of faults of each kind per minute; ``embedded`` is true if the run has its own broker."""
+    """Return how many faults of each kind to inject per minute; ``embedded`` is true if the run has its own broker."""
     targets = ["worker", *(["broker"] if embedded else []), *(["cluster"] if embedded and harder > 1 else [])]
     return {kind: kind.per_minute * harder for kind in FaultType if kind.target in targets}
 
@@ -154,7 +154,7 @@ class ChaosFleet(Processes):
         self.starts += len(names)
 
     def restart(self, number: int, *, killed: bool) -> bool:
-        """End a worker with SIGKILL or SIGTERM, and restart it immediately; return False if it is frozen."""
+        """Stop a worker with SIGKILL or SIGTERM and restart it immediately, or return False if the worker is frozen."""
         name = _name(number)
         if self.running[name].paused:
             return False
@@ -174,7 +174,7 @@ class ChaosFleet(Processes):
         return True
 
     def resume(self, number: int) -> None:
-        """Let a frozen worker continue."""
+        """Resume a frozen worker."""
         self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
@@ -190,9 +190,10 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that have ended without a fault, and return their number by exit code.
+        """Restart workers that exited without an injected fault, and return the number of workers per exit code.
 
-        A worker may end by itself only if the broker is down. `unprovoked` lists workers that ended for other reasons.
+        A worker is allowed to exit by itself only while the broker is down. `unprovoked` lists the workers that exited
+        for any other reason.
         """
         codes: Counter[int] = Counter()
         for name, process in list(self.running.items()):
@@ -235,9 +236,9 @@ def _name(number: int) -> str:
 
 
 class ClusterFaults:
-    """Injects faults into an embedded broker, and changes the cluster as administrators do while workers run.
+    """Injects faults into an embedded broker, and changes the cluster the way administrators might while workers run.
 
-    Every method returns whether the fault or the change had an effect.
+    Every method returns whether its fault or change had an effect.
     """
 
     def __init__(
@@ -287,7 +288,10 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest records from `write_past` if all are judged. Return whether it did."""
+        """Make the broker delete the oldest records from `write_past` if workers have judged all of those records.
+
+        Return whether it did.
+        """
         if not self._ages:
             return False
         age = self._ages[0]
@@ -304,7 +308,10 @@ class ClusterFaults:
         return False
 
     async def _attempt_group_deletion(self) -> bool:
-        """Try to delete the group if it has members. Return True if the broker refuses the deletion, as it must."""
+        """If the consumer group has members, try to delete it.
+
+        Return True if the broker refuses the deletion, as it must.
+        """
         connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
         wire = KafkaWire(connection)
         group = Group(wire, self._topology.name)
@@ -330,7 +337,7 @@ class ChaosStage:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The record counts of a run at one moment, ``at_s`` seconds after the start of fault injection."""
+    """A run's record counts at one moment, ``at_s`` seconds after fault injection started."""
 
     at_s: float
     sent: int
@@ -352,7 +359,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """The events of a run of `dedup chaos`, on which the report is based."""
+    """The events of a run of `dedup chaos`, from which the report is built."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
@@ -376,7 +383,9 @@ class ChaosRun:
             self._at(fault.at_s, partial(self._inject, fault))
 
     def run(self, seconds: float) -> bool:
-        """Inject all faults, undo them, and return whether all sent records are then judged within the time limit.
+        """Inject all faults and undo them.
+
+        Return whether the workers then judge all sent records within the time limit.
 
         If an error ends the run early, the result is False, and `events` contains the error.
         """

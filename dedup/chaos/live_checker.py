@@ -45,9 +45,9 @@ class GroupProgress:
 class Watch:
     """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    A consumer reads the group's offsets, because librdkafka's admin client crashes the process with SIGSEGV if the
-    coordinator is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `Watch` does not use `KafkaReader`,
-    which in one run received no more responses after a broker restart.
+    `Watch` reads the group's offsets with a consumer, because librdkafka's admin client crashes the process with
+    SIGSEGV if the coordinator is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `Watch` does not use
+    `KafkaReader`, because in one run a `KafkaReader` received no more responses after the broker restarted.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
@@ -103,7 +103,7 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the IDs of the group's members. A restarted process has a new ID.
+        """Return the IDs of the group's members. A restarted process gets a new member ID.
 
         Raises BrokerUnavailable if the broker does not respond.
         """
@@ -121,7 +121,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """The numbers of records and of duplicates that the live checker has seen so far."""
+    """How many records and duplicates the live checker has seen so far."""
 
     records: int
     duplicated: int
@@ -134,7 +134,7 @@ class Sightings:
 class LiveChecker:
     """Reads the output topic's committed records in a thread, and counts IDs that recur within a guard period.
 
-    Use the live checker as a context manager, and call `finish` before the context ends.
+    Use the live checker as a context manager, and call `finish` inside the ``with`` block.
     """
 
     def __init__(self, topology: Topology, settings: Settings, ends: dict[int, int]) -> None:
@@ -178,7 +178,10 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """Return the counts of the records that the thread has read so far. Raises the thread's error if it failed."""
+        """Return how many records and duplicates the thread has read so far.
+
+        Raises the reader thread's error if the thread failed.
+        """
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
@@ -210,7 +213,7 @@ class LiveChecker:
             self.take(messages)
 
     def take(self, messages: list[Message]) -> None:
-        """Process the messages of one poll, which are records and end-of-partition events."""
+        """Process the messages of one poll: records and end-of-partition events."""
         self._note([message for message in messages if message.error() is None])
         for message in messages:
             error, partition, offset = message.error(), message.partition(), message.offset()

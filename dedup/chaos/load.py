@@ -154,7 +154,7 @@ class MadeRecords:
 def _identified(
     rule: Rule, document: dict[str, Any], text: str
 ) -> tuple[dict[str, Any], tuple[tuple[str, bytes], ...]]:
-    """Return the document and headers that contain the ID ``text``, which the caller also uses as the record's key."""
+    """Return a document and headers that contain the ID ``text``; the caller also uses ``text`` as the record's key."""
     match rule:
         case KeyRule() | ContentRule() | RawContentRule():
             return {**document, "made": text}, ()
@@ -181,7 +181,10 @@ def _identified(
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
-    """Return a JSON value with the member at ``path`` set. Missing objects and arrays on the path are created."""
+    """Return the JSON value ``here`` with the member at ``path`` set to ``value``.
+
+    Missing objects and arrays on the path are created.
+    """
     if not path:
         return value
     step, *rest = path
@@ -209,7 +212,7 @@ def make_topic(bootstrap: str, name: str, partitions: int, *, by_arrival: bool =
 
 
 class Sender:
-    """Sends records at a steady rate in a thread, each at least once. Use a sender as a context manager."""
+    """Sends each record at least once, at a steady rate, in a separate thread. Use a sender as a context manager."""
 
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
@@ -296,7 +299,7 @@ class Sender:
         return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
-        """Process confirmations. If none has arrived for too long, continue with a new producer."""
+        """Process confirmations. If no confirmation has arrived for too long, switch to a new producer."""
         self._producer.poll(wait_s)
         now_s = time.monotonic()
         if not self._unconfirmed:
@@ -339,7 +342,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """A group of records that `write_past` wrote, all with the same event time."""
+    """Records that `write_past` wrote with the same event time."""
 
     until_ms: int
     """If the retention keeps only records after this time, the broker deletes the records of this group."""
@@ -378,7 +381,10 @@ def write_past(
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
-    """Set the ``configs`` of all ``topics``. Raises BrokerUnavailable if the broker is down or refuses the change."""
+    """Set the given ``configs`` on all ``topics``.
+
+    Raises BrokerUnavailable if the broker is down or refuses the change.
+    """
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:

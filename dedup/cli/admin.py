@@ -147,8 +147,8 @@ def status(
 ) -> None:
     """Show a fleet's lag, rates, and tasks, and suggest a remedy for each problem.
 
-    The first line contains the lag, the age of the oldest record that is not yet judged, and the current rates. On a
-    narrow terminal, the table has fewer columns; --json prints all of them.
+    The first line shows the lag, the age of the oldest record not yet judged, and the current rates. On a narrow
+    terminal, the table has fewer columns; --json always prints every column.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -192,9 +192,9 @@ def reset(
 ) -> None:
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
-    The command asks for confirmation, and refuses to reset while workers are running. It deletes no records from the
-    output topic. If workers read the source from the start again after a reset, they forward its records a second time,
-    and `dedup verify` reports the second copies.
+    The command asks for confirmation, and refuses to reset while workers are running. A reset deletes no records from
+    the output topic. If workers read the source from the start again after a reset, they forward its records a second
+    time, and `dedup verify` reports the second copies.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -248,7 +248,7 @@ def layout(
     topology: TopologyArgument,
     *,
     change: Annotated[
-        bool, typer.Option("--apply", help="Change the layout to the one that transactions.partitions specifies.")
+        bool, typer.Option("--apply", help="Change the layout to match transactions.partitions.")
     ] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -256,9 +256,9 @@ def layout(
 ) -> None:
     """Show how many partitions share a transaction; with --apply, change this number.
 
-    Stop all workers of the topology before you change the layout. The change keeps the state and the offsets. A worker
-    that was frozen during the change cannot commit afterward. If the change is interrupted, run the command again;
-    until then, no worker starts.
+    Stop all workers of the topology before you change the layout. The change preserves the state and the offsets. A
+    worker that was frozen during the change cannot commit afterward. If the change is interrupted, run the command
+    again; until then, no worker starts.
 
     Example: dedup layout topologies/orders.yaml --apply
     """
@@ -307,10 +307,10 @@ def replay(
 ) -> None:
     """Send each dead letter back to the source partition that it came from, exactly once.
 
-    Each replayed record has the header dedup-replayed, which contains its original position in the source. In the
-    source, late records would be late again. Therefore, with --late --forward, the command sends them to the output,
-    with the header dedup-verdict: late. If the position of the last replay is lost, the command sends nothing unless
-    --from says where to begin.
+    Each replayed record has the header dedup-replayed, which contains its original position in the source. Late records
+    that are sent back to the source would be late again. With --late --forward, the command therefore sends late
+    records to the output, with the header dedup-verdict: late. If the position of the last replay is lost, --from must
+    say where to begin; otherwise, the command sends nothing.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -348,10 +348,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show in which records workers saw an ID, and until which event time further records with the ID are duplicates.
+    """Show where workers saw an ID, and until what event time further records with that ID are duplicates.
 
-    Write a composite ID as a JSON array of its parts. The command asks one or more workers (--url). Each of these
-    workers also asks the others about the partitions that they own.
+    Write a composite ID as a JSON array of its parts. The command queries one or more workers (--url). Each of these
+    workers also asks the other workers about the partitions that those workers own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """
@@ -384,9 +384,9 @@ def checkpoint(
 ) -> None:
     """Write the state of a topology's tasks to a directory or an object store, with one checkpoint per partition.
 
-    The command reads the state from the changelog, so it neither needs nor affects any worker. It keeps the state in
-    --state-dir, so that the next run reads only new changelog records. Run the command periodically, but never run two
-    instances at the same time.
+    The command reads the state from the changelog, so it neither needs nor affects any worker. The command keeps a copy
+    of the state in --state-dir, so that the next run reads only new changelog records. Run the command periodically,
+    but never run two instances at the same time.
 
     A worker without local state starts from the checkpoint in `state.checkpoint`, and then reads only the rest of the
     changelog.
@@ -487,10 +487,10 @@ def export_schemas(
 ) -> None:
     """Write all versions of a topology's schemas to a directory, with one file per schema ID.
 
-    If `schema_registry.directory` names this directory, every command reads these schemas before it asks the registry.
-    Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The command
-    exports the schemas of the subject `source.subject` or, by default, of the subject TOPIC-value of each source topic.
-    Files of earlier exports are kept.
+    If `schema_registry.directory` names this directory, every command looks for schemas there before it asks the
+    registry. Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The
+    command exports the schemas of the subject `source.subject` or, if that is not set, of the subject TOPIC-value for
+    each source topic. Files of earlier exports are kept.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 

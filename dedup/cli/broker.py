@@ -30,9 +30,9 @@ def broker(
     The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
     Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
 
-    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB). It prints the
-    registry's address; set `schema_registry.url` to this address. The registry keeps its schemas in memory, so they are
-    lost when the command ends.
+    With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB). Set
+    `schema_registry.url` to the registry's address, which the command prints. The registry keeps its schemas in memory,
+    so they are lost when the command ends.
 
     Examples: dedup broker --port 9092 --data-dir state/kafka
 
@@ -76,7 +76,7 @@ def demo(
 
     The demo repeatedly cuts the producer's connection, so that the producer sends some records twice. Two workers
     deduplicate the records; the demo kills one of them with SIGKILL and restarts it. Finally, the demo checks every
-    record as `dedup verify` does. You need not install Kafka or Java. The demo takes about a minute, or about 20
+    record as `dedup verify` does. You do not need to install Kafka or Java. The demo takes about a minute, or about 20
     seconds with --fast.
 
     Example: dedup demo --fast

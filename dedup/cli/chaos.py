@@ -68,7 +68,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed repeats the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1, more fault types on embedded Kafka.")
+        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1, adds fault types on embedded Kafka.")
     ] = 1.0,
     partitions: Annotated[
         int | None,
@@ -82,14 +82,14 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, it uses an embedded Kafka, and also kills the broker and cuts connections. If, in
-    addition, --harder is above 1, it also restarts the broker cleanly, changes the compression and the maximum record
-    size of the output, shortens the source's retention so that judged records are deleted, and tries to delete the
-    consumer group.
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
+    1, the command without --config also restarts the broker cleanly, changes the output's compression and maximum
+    record size, shortens the source's retention so that judged records are deleted, and tries to delete the consumer
+    group.
 
-    With --config, the command uses your test environment, and injects faults only into workers that it has started. It
-    writes generated records to the topology's source topics, which must exist and be empty. The exit code is 4 if a
-    check fails.
+    With --config, the command uses your test environment, and injects faults only into the workers that the command
+    started. The command writes generated records to the topology's source topics, which must exist and be empty. The
+    exit code is 4 if a check fails.
 
     Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
@@ -173,7 +173,10 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
 
 
 def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
-    """Choose the faults at random. If one of them shortens the retention, also write old records for it to delete."""
+    """Choose the faults at random.
+
+    If a fault shortens the retention, also write old records for the broker to delete.
+    """
     from dedup.chaos.fault_run import FaultType, draw, rates
     from dedup.chaos.load import write_past
 

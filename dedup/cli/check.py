@@ -73,13 +73,13 @@ def check(
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
     the command also compares the cluster's topics with those that each topology needs. If the source's values name
-    their schemas, --broker also compares the members that a topology names with the newest schema of each source topic
-    in the schema registry (`source.subject`, or TOPIC-value).
+    their schemas, --broker also checks the members that a topology names against the newest schema of each source topic
+    in the schema registry (subject `source.subject` or TOPIC-value).
 
-    By default, the command runs no code that a topology names. With --allow-code, it imports the flow and the ID
-    functions. With --samples, it also runs them on each line of a file, once in each of two processes, and reports
-    failures and differing results. A sample has no key and no headers. With --envelope, each sample is instead a whole
-    record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
+    By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
+    and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two
+    processes, and reports failures and differing results. A sample has no key and no headers. With --envelope, each
+    sample is instead a whole record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
 
     Examples: dedup check topologies/*.yaml
 
@@ -111,7 +111,7 @@ def check(
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
     """Yield immediately, and again each time one of the files is written, replaced, created, or removed.
 
-    The function polls the files: editors replace files instead of writing to them, and network shares send no
+    The function polls the files, because editors replace files instead of writing to them, and network shares send no
     file-system events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
@@ -357,9 +357,9 @@ def size(
 ) -> None:
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
-    If you pass TOPOLOGY, the command uses the topology's guard period and grace period, and compares the prediction
-    with the topology's limit for the state. For unrelated IDs, such as UUIDs, the prediction is accurate to within 20%;
-    sequential IDs may need only half the predicted space. The command does not connect to Kafka.
+    If you pass TOPOLOGY, the command uses the topology's guard period and grace period, and compares the predicted size
+    with the topology's `state.max_bytes_per_partition`. For unrelated IDs, such as UUIDs, the prediction is accurate to
+    within 20%; sequential IDs may need only half the predicted space. The command does not connect to Kafka.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 

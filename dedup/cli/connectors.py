@@ -34,7 +34,7 @@ def ingest(
     """Send each line of files or each row of a table to a topic exactly once, even across crashes.
 
     Each Kafka transaction contains records and the position reached in the source. If you start a second process with
-    the same ingest file, it takes over, and the first process stops with the error TaskMigrated.
+    the same ingest file, the second process takes over, and the first stops with the error TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -80,8 +80,8 @@ def sink(
     """Write a topic to a database table, with one row per tracking ID.
 
     Each database transaction contains rows and the offsets reached in the topic. Reading the topic a second time does
-    not change the table. If you start a second process for the same partitions of the topic, it takes over, and the
-    first process stops with the error TaskMigrated.
+    not change the table. If you start a second process for the same partitions of the topic, the second process takes
+    over, and the first stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -136,7 +136,7 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables unless ``dry_run`` is set, and return their CREATE statements by table name.
+    """Return each missing sink table's CREATE statement by table name; create the tables unless ``dry_run`` is set.
 
     Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
     respond.

@@ -293,7 +293,7 @@ class _Chain(Processes):
             time.sleep(_CHAIN_POLL_EVERY_S)
 
     def _connectors_started(self) -> bool:
-        """Return whether `dedup ingest` and `dedup sink` have started far enough to handle SIGTERM."""
+        """Return whether `dedup ingest` and `dedup sink` are ready to handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:

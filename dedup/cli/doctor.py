@@ -55,10 +55,10 @@ def doctor(
 ) -> None:
     """Find out what prevents a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
 
-    The command prints each problem with a remedy. It changes nothing, and does not affect any worker. Without TOPOLOGY,
-    the command checks only the cluster and, if the config file names a schema registry, that registry. The exit code is
-    5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are no problems or
-    only warnings.
+    The command prints each problem with a remedy. The command changes nothing, and does not affect any worker. Without
+    TOPOLOGY, the command checks only the cluster and, if the config file names a schema registry, that registry. The
+    exit code is 5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are
+    no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 

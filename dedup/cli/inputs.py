@@ -45,14 +45,14 @@ _CUT: Final = "…"
 
 
 def read_topology(path: Path) -> Topology:
-    """Parse a topology file. Raises TopologyError with every problem if the file is invalid."""
+    """Parse a topology file. Raises TopologyError, which lists every problem, if the file is invalid."""
     return dedup.load_topology(path)
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
     """Return the settings of a config file, overridden by environment variables and by `--set`.
 
-    Raises SettingsError with every problem if a setting is invalid.
+    Raises SettingsError, which lists every problem, if any setting is invalid.
     """
     return dedup.load_settings(config, overrides or [])
 
@@ -68,7 +68,7 @@ def read_both(topology: Path, config: Path | None, overrides: list[str] | None) 
 
 
 def read_ingest(path: Path) -> Ingest:
-    """Parse an ingest file. Raises TopologyError with every problem if the file is invalid."""
+    """Parse an ingest file. Raises TopologyError, which lists every problem, if the file is invalid."""
     from dedup.topology.ingest_file import parse_ingest
     from dedup.yaml_document import text_of
 
@@ -76,7 +76,10 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path | None) -> None:
-    """Create the directory of a report, if ``page`` names one. Raises SettingsError if the report cannot be written."""
+    """If ``page`` is given, create the directory for the report.
+
+    Raises SettingsError if the report cannot be written.
+    """
     if page is None:
         return
     if page.suffix == ".json":
@@ -243,7 +246,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return a name, shortened in the middle if it is long, unless another name would then look the same."""
+    """Return a name, shortened in the middle if it is long and no other name would then look the same."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

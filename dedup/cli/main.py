@@ -125,7 +125,7 @@ def create_app() -> typer.Typer:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Join the lines of each paragraph of a docstring, because Typer wraps each paragraph to the terminal's width."""
+    """Join the lines of each docstring paragraph, because Typer wraps each paragraph to the terminal's width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 

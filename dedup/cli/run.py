@@ -38,7 +38,7 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the log, without a progress line.")] = False,
 ) -> None:
-    """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
+    """Deduplicate a topology's source topics with one or more worker processes until a signal arrives.
 
     Workers refuse to start in a new consumer group if the output already contains records, because a renamed topology,
     or a second topology with the same output, would forward the same records again. With --onto-existing-output,
@@ -76,7 +76,10 @@ def run(
 
 
 class VerdictProgress:
-    """Shows the number of records with each verdict so far on a terminal. Use it in a ``with`` statement."""
+    """Shows the number of records with each verdict so far on a terminal.
+
+    Use `VerdictProgress` in a ``with`` statement.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -147,7 +150,7 @@ class RunProgress(VerdictProgress):
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
-    """Return a text and a progress bar for all running restores, or an empty list if no restore is running."""
+    """Return text and a progress bar for all running restores, or an empty list if no restore is running."""
     restoring = [each for each in numbers if each.restore_remaining > 0]
     if not restoring:
         return []

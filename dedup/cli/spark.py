@@ -58,7 +58,7 @@ _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
 _Master = Annotated[
-    str | None, typer.Option(help="Spark master. Default: the one set by spark-submit, or this machine.")
+    str | None, typer.Option(help="Spark master. Default: the master set by spark-submit, or this machine.")
 ]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
@@ -95,7 +95,9 @@ def open_session(
 
 
 def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
-    """Return a topology. If its values name their schemas, it looks them up in the configured registry.
+    """Return a topology.
+
+    If the topology's values name their schemas, the topology looks the schemas up in the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
     """
@@ -208,7 +210,7 @@ def run(
     every: _Every = "10s",
     quiet: _Quiet = False,
 ) -> None:
-    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as workers.
+    """Deduplicate a topology's source topics on Spark, exactly once, with the same verdicts and state as workers.
 
     Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
 
@@ -288,7 +290,7 @@ def backfill_command(
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of the run; the command does not repeat a complete run.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of the run; a completed run is not repeated.")] = "backfill",
     start: Annotated[
         str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a timestamp.")
     ] = "whole",

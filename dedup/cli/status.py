@@ -55,7 +55,7 @@ _FROM_WORKER: Final = (
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
-        """Return no new request, so that the redirect becomes an error."""
+        """Return None, so that the redirect becomes an error."""
 
 
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
@@ -63,11 +63,11 @@ _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _N
 
 
 class NotReached(DedupError):
-    """No worker responds at the given URL."""
+    """Raised if no worker of the topology responds at the given URL."""
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
-    """Return what the brokers know about the consumer group, topics, and tasks of a topology."""
+    """Return what the brokers know about a topology's consumer group, topics, and tasks."""
     names = topic_names(topology)
     have = await admin.topics(names)
     members = await Group(wire, topology.name).members()
@@ -120,7 +120,7 @@ def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMemb
 
 
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
-    """Return one sentence if some workers have partitions and others have none; otherwise, return an empty list.
+    """Return a list with one sentence if some workers have partitions and others have none, or else an empty list.
 
     ``held`` maps each worker to its number of partitions. ``size`` partitions share a transaction, and the feeding
     topic has ``partitions`` partitions.
@@ -163,7 +163,10 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Return the JSON of a worker's page. Raises NotReached if no worker responds, and SettingsError for a bad ID."""
+    """Return a worker's page as parsed JSON.
+
+    Raises NotReached if no worker responds, and SettingsError for a bad ID.
+    """
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -269,7 +272,7 @@ class Look:
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
     """Combine what the brokers and the workers report into the JSON of `dedup status`.
 
-    If ``before`` is given, the result contains the rates since that earlier look.
+    If ``before`` is given, the result includes the rates since that earlier `Look`.
     """
     surveyed, pages = now.surveyed, now.pages
     said = {
@@ -300,7 +303,10 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return how fast the tasks' offsets ``name`` grow in total, per second. Recreated topics do not count."""
+    """Return by how much the tasks' offsets ``name`` grow per second in total.
+
+    Offsets that fell because a topic was recreated count as 0.
+    """
     if before is None or now.at_ms <= before.at_ms:
         return None
     past = {(task["task"], task["topic"], task["partition"]): task[name] for task in before.surveyed["tasks"]}

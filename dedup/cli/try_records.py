@@ -68,7 +68,10 @@ class _Envelope(msgspec.Struct):
     """The bytes of the value, which msgspec decodes from base64."""
 
     def record(self, source: SourceSpec) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
-        """Return key, value, and headers. Raises ValueError if there are two values, or text for a binary source."""
+        """Return the record's key, value, and headers.
+
+        Raises ValueError if the envelope contains two values, or text for a binary source.
+        """
         key = None if self.key is None else self.key.encode()
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
@@ -94,7 +97,8 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
     If the source has the format csv or bytes, a line that contains only white space is a record, not a blank line.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. A value need not be JSON. Values get the framing of the ``source``, unless they are given in base64.
+    timestamp. A value does not have to be JSON. Values get the framing of the ``source``, unless they are given in
+    base64.
 
     Raises AuthorMistake if ``envelope`` is set and a line is not an envelope. Also raises AuthorMistake if ``envelope``
     is not set and the source has a binary format, which a line of text cannot hold.

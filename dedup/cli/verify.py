@@ -39,9 +39,10 @@ def explain(
 ) -> None:
     """Show the records with one tracking ID, the reason for each verdict, and the topics that the records are in.
 
-    No worker needs to run, because the command reads only from Kafka. It reads all topics from the beginning, but keeps
-    only the records with the given ID in memory. Write a composite ID as a JSON array of its parts. The exit code is 4
-    if the topics that workers write contradict the verdicts, and 0 otherwise, even if no record has the ID.
+    No worker needs to run, because the command reads only from Kafka. The command reads all topics from the beginning,
+    but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its parts. The exit
+    code is 4 if the topics that workers write to contradict the verdicts, and 0 otherwise, even if no record has the
+    ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -151,11 +152,11 @@ def verify_topology(
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    The command reads the source topics, the topics that workers write, and the group's offsets with a Kafka client that
-    workers do not use. It then judges the source records again with a simple model, and compares the keys, values,
-    headers, timestamps, and order of the expected records with those of the written records. The exit code is 4 if a
-    record violates the guarantee. Memory use does not grow with the size of the topics. For each record, the --scratch
-    directory temporarily holds about 200 bytes plus the record's key.
+    With a Kafka client that workers do not use, the command reads the source topics, the topics that workers write to,
+    and the group's offsets. The command then judges the source records again with a simple model, and compares the
+    keys, values, headers, timestamps, and order of the written records with those of the expected records. The exit
+    code is 4 if a record violates the guarantee. Memory use does not grow with the size of the topics. For each record,
+    the --scratch directory temporarily holds about 200 bytes plus the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

@@ -1,8 +1,8 @@
-"""Defines database connections, and offsets in the database that fence the earlier owners of a partition.
+"""Defines database connections, and Kafka offsets that are stored with an epoch to fence earlier owners.
 
-Each database transaction commits rows together with Kafka offsets. The table `dedup_offsets` stores the offsets, in one
-row per partition. A process that takes over a partition increments the epoch in this row. If a transaction finds a
-newer epoch than that of its own process, it fails with TaskMigrated, so an earlier owner cannot commit.
+Each database transaction commits rows together with Kafka offsets. The table `dedup_offsets` stores the offsets, with
+one row per partition. A process that takes over a partition increments the epoch in the partition's row. A transaction
+fails with TaskMigrated if the row contains a newer epoch than the process's own, so an earlier owner cannot commit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not respond or is busy. If a commit was under way, its outcome is unknown."""
+    """The database does not respond or is busy. If a commit was under way, its outcome is unknown."""
 
 
 class RowsRefused(Exception):
@@ -117,7 +117,7 @@ class DatabaseConnection(ABC):
             return int(self._run(sql, parameters).rowcount)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows of a query."""
+        """Run a query, and return its rows."""
         with self._explained():
             return list(self._run(sql, parameters).fetchall())
 
@@ -132,7 +132,7 @@ class DatabaseConnection(ABC):
 
     @abstractmethod
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """Replace the contents of the staging table with the rows."""
+        """Replace the staging table's contents with ``rows``."""
 
     def begin(self) -> None:
         """Begin a write transaction."""
@@ -166,13 +166,13 @@ def transaction(connection: DatabaseConnection) -> Iterator[None]:
 
 
 def make_staging(connection: DatabaseConnection, table: Table) -> None:
-    """Create an empty staging table whose columns have the same types as the columns of ``table``."""
+    """Create an empty staging table with the same column names and types as ``table``."""
     connection.execute(f"DROP TABLE IF EXISTS {connection.temporary}.{STAGED}")
     connection.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. If it exists, the user needs no permission to create tables."""
+    """Create the table if it does not exist. Needs permission to create tables only if the table is missing."""
     if connection.has(table):
         return
     try:
@@ -211,14 +211,14 @@ class FencedOffsets:
                 self._epochs[partition], self.positions[partition] = epoch, position
 
     def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
-        """Update the positions in the open transaction. Raises TaskMigrated if another process owns a partition."""
+        """Store new positions in the open transaction. Raises TaskMigrated if another process owns a partition."""
         for partition, end in sorted(ends.items()):
             own = (self.reader, self.topic, partition, self._epochs[partition], self.positions[partition])
             if connection.execute(_ADVANCE.format(connection.mark), (end, *own)) != 1:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
+        """Return whether a commit that got no response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
             read = _READ.format(connection.mark, connection.for_update)
             rows = connection.query(read, (self.reader, self.topic, partition))
@@ -236,5 +236,5 @@ class FencedOffsets:
 
 
 def shown(url: str) -> str:
-    """Return a URL without the user and the password."""
+    """Return the URL without the user name and password."""
     return _CREDENTIALS.sub("", url)

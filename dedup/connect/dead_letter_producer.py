@@ -1,8 +1,8 @@
 """Sends a sink's dead letters exactly once, even though the sink writes its rows to a database, not to Kafka.
 
 The sink sends dead letters before it commits the database transaction, which holds the partition's lock. If the sink
-crashes between the commit to Kafka and the commit to the database, it reads the same records again. At startup, it
-therefore reads the dead-letter topic to find out which records already have a dead letter.
+crashes between the commit to Kafka and the commit to the database, it reads the same records again. At startup, the
+sink therefore reads the dead-letter topic to find out which records already have a dead letter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
+FIRST_DEAD_LETTER: Final = (
+    "%s: %s becomes a dead letter in %s: %s (%s). Later dead letters with this reason are not logged; the topic holds "
+    "all of them."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A record of the source topic that cannot become a row, and the reason."""
+    """A source record that cannot become a row, and the reason."""
 
     source: TopicPartition
     columns: Columns
@@ -62,7 +66,7 @@ class _Partition:
 
 
 class DeadLetterProducer:
-    """Sends the dead letters of one sink, which reads ``source_topic``, to ``topic``."""
+    """Sends one sink's dead letters to ``topic``. The sink reads ``source_topic``."""
 
     def __init__(self, wire: KafkaWire, name: str, source_topic: str, topic: Topic, settings: Settings) -> None:
         self._wire: Final = wire
@@ -71,6 +75,8 @@ class DeadLetterProducer:
         self._topic: Final = topic
         self._settings: Final = settings
         self._partitions: Final[dict[int, _Partition]] = {}
+        self._logged: Final[set[str]] = set()
+        """The reasons for which a dead letter has already been logged."""
 
     async def open(self, positions: Mapping[int, int]) -> None:
         """Fence earlier owners, and find the dead letters of records that are not yet committed in the database.
@@ -114,12 +120,22 @@ class DeadLetterProducer:
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
                 unsent[record.source.partition].append(record)
+        for records in unsent.values():
+            self._log(records)
         for number, records in unsent.items():
             await self._send(self._partitions[number], sorted(records, key=lambda record: record.offset))
         return sum(map(len, unsent.values()))
 
+    def _log(self, records: Sequence[RejectedRecord]) -> None:
+        """Log the first dead letter for each reason."""
+        for record in records:
+            if record.code not in self._logged:
+                self._logged.add(record.code)
+                place = f"{record.source} offset {record.offset}"
+                log.warning(FIRST_DEAD_LETTER, self._group, place, self._topic.name, record.detail, record.code)
+
     def settled(self, positions: Mapping[int, int]) -> None:
-        """Drop the dead letters of records below ``positions``, because the database has committed these records."""
+        """Forget the dead letters of records before ``positions``, because the database has committed these records."""
         for number, position in positions.items():
             state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}

@@ -35,7 +35,7 @@ class TopicReader:
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
-        """Begin to read a partition at an offset, or at the partition's start if the offset is negative."""
+        """Begin reading a partition at an offset, or at the partition's start if the offset is negative."""
         bounds = await bounds_of(self._wire, source)
         self._next[source] = bounds.start if position < 0 else position
         self._ends[source] = bounds.end
@@ -64,7 +64,7 @@ class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
     The consumer calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns
-    True, no method waits any longer for a database or a broker that does not respond.
+    True, no method waits any longer for an unresponsive database or broker.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FencedConsumer:
         self._prepare(connection, self.offsets)
 
     async def open(self, partitions: Collection[int]) -> None:
-        """Fence earlier owners of the partitions, and begin to read at the offsets in the database.
+        """Fence earlier owners of the partitions, and begin reading at the offsets stored in the database.
 
         Raises DatabaseUnavailable if the database does not respond, and StateIncompatible if the topic was recreated.
         """
@@ -135,7 +135,7 @@ class FencedConsumer:
         return await self.in_thread(insist)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the database thread, and return its result. Only one call runs at a time."""
+        """Run ``work`` in the database thread, and return its result. Calls run one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:

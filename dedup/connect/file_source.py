@@ -132,7 +132,7 @@ class Files:
         return opened
 
     def poll(self) -> SourceRecords | None:
-        """Return a chunk of one file, or None if no file has new lines. The next call begins with another file."""
+        """Return records from one file, or None if no file has new lines. The next call begins with another file."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -148,7 +148,7 @@ class Files:
         return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Close each file that was read to its end, if the end is now committed."""
+        """Close each file that was read to its end, and whose end is now committed."""
         for part, value in positions.items():
             self._committed[part] = msgspec.json.decode(value, type=_FilePosition)
             opened, end = self._ended.get(part, (None, None))
@@ -210,7 +210,7 @@ class Files:
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
         """Remember the new name of a file that was read to its end.
 
-        A new file with the old name is then recognized as a new file, even if it later reuses the inode.
+        A file that later has the old name is then recognized as a new file, even if it reuses the inode.
         """
         read = known.part not in self._ended and known.within(self._committed.get(known.part))
         if read and known.path != str(path) and status.st_nlink == 1 and known.untouched(status):
@@ -296,7 +296,7 @@ class Files:
                 )
 
     def _is_here(self, known: _FilePosition) -> bool:
-        """Return whether the directory still contains a file, perhaps under another name.
+        """Return whether the directory still contains the file, perhaps under another name.
 
         After a restore from a backup or a move to another volume, another file may have the file's inode number.
         """
@@ -338,7 +338,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end, unless the end is uncommitted and may have to be read again."""
+        """Close a file that was read to its end, or keep the file open until the end is committed."""
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -438,7 +438,7 @@ def _head_digest(descriptor: int, length_bytes: int) -> str:
 
 
 class _LineReader:
-    """Reads the lines of one open file. A line that is too long for a record becomes a dead letter with its digest."""
+    """Reads the lines of one open file. A line too long for a record becomes a dead letter with the line's digest."""
 
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
@@ -455,7 +455,7 @@ class _LineReader:
     def read(self, *, take_last_line: bool) -> _Lines | None:
         """Return the next lines, or None if there is no new complete line.
 
-        With ``take_last_line``, the last line of the file is complete even without a line feed.
+        With ``take_last_line``, the last line of the file counts as complete even without a line feed.
         """
         if self._digest is None or os.fstat(self._descriptor).st_size < self.position + self.rest_bytes:
             # Read the line again: a writer that was killed in the middle of it may have truncated and rewritten it.
@@ -480,7 +480,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines. The first one completes a line whose beginning was read earlier."""
+        """Return the lines, after completing the first one with the part of it that was read earlier."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]

@@ -26,7 +26,7 @@ GATHER_MS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record with a tracking ID that the reader has not passed to the application before."""
+    """A record whose tracking ID the reader has not seen before."""
 
     tracking_id: bytes
     event_time_ms: int
@@ -52,7 +52,7 @@ class Work:
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Return the rows of a query."""
+        """Run a query, and return its rows."""
         return self._connection.query(sql, parameters)
 
 

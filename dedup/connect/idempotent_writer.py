@@ -53,12 +53,12 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Commit a position in the application's input with the transaction. `IdempotentWriter.kept` returns it."""
+        """Commit the application's input position with the transaction. `IdempotentWriter.kept` returns it."""
         self.positions[name] = position.encode()
 
 
 class IdempotentWriter:
-    """A transactional producer whose name stays the same when the application restarts. Use it with ``async with``.
+    """A transactional producer that keeps its name when the application restarts. Use the writer with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
@@ -75,7 +75,7 @@ class IdempotentWriter:
         self._partition_counts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
-        """Fence other processes that use the same writer name. This aborts their open transactions.
+        """Fence other processes that use the same writer name, and abort their open transactions.
 
         Raises StateIncompatible for a missing topic, and BrokerUnavailable if no broker responds in time.
         """
@@ -102,7 +102,7 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit the records of the ``with`` block exactly once when the block ends, or none if it raises an exception.
+        """Commit the records of the ``with`` block exactly once at its end, or none if the block raises an exception.
 
         Raises TaskMigrated if another process has opened a writer with the same name.
         """

@@ -1,7 +1,7 @@
 """Opens the SQLite or PostgreSQL database that a URL names, and repeats work that a lost connection interrupted.
 
-This module contains the connection to SQLite, which needs no extra package. It imports the module `postgres` only for
-the URL of a PostgreSQL database.
+This module implements the connection to SQLite, which needs no extra package. The module `postgres` is imported
+only for the URL of a PostgreSQL database.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 
 
 class SqliteConnection(DatabaseConnection):
-    """A `DatabaseConnection` to SQLite. While one connection writes, other writers wait until it releases the lock."""
+    """A `DatabaseConnection` to SQLite. While one connection writes, other writers wait for the write lock."""
 
     types: Mapping[str, str] = {
         "bytes": "BLOB",
@@ -101,7 +101,7 @@ class SqliteConnection(DatabaseConnection):
         return [_NUMBERED.sub("", name) for name in super().columns(sql)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """Replace the contents of the staging table with the rows."""
+        """Replace the staging table's contents with ``rows``."""
         marks = ", ".join("?" for _ in table.columns)
         with self._explained():
             self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
@@ -135,7 +135,7 @@ class SqliteConnection(DatabaseConnection):
 class RetryingDatabase:
     """Keeps at most one connection to a database, and replaces a lost connection.
 
-    All methods block. Before a new connection is used, it is passed to ``prepare``.
+    All methods block. Each new connection is passed to ``prepare`` before its first use.
     """
 
     def __init__(

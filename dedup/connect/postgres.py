@@ -80,7 +80,7 @@ class PostgresConnection(DatabaseConnection):
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """Replace the contents of the staging table with the rows."""
+        """Replace the staging table's contents with ``rows``."""
         with self._explained():
             # A deferred constraint would reject the commit, when it is too late to find out which row violates it.
             self._cursor.execute(f"TRUNCATE {STAGED}; SET CONSTRAINTS ALL IMMEDIATE".encode())
@@ -90,7 +90,7 @@ class PostgresConnection(DatabaseConnection):
                     write(row)
 
     def commit(self) -> None:
-        """Commit the transaction. Raises StateIncompatible if the caller has caught an error that aborted it."""
+        """Commit the transaction. Raises StateIncompatible if the caller caught an error that had aborted it."""
         if self._connection.info.transaction_status == TransactionStatus.INERROR:
             raise StateIncompatible(
                 f"{self._shown}: a statement of the transaction failed and the error was caught, so PostgreSQL would "

@@ -146,7 +146,7 @@ class _Run:
         return self.done
 
     async def _gather(self) -> _Transaction:
-        """Return a transaction with the records that arrive within one commit interval; it may be empty."""
+        """Return a transaction, possibly empty, with the records that arrive within one commit interval."""
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None
@@ -161,7 +161,7 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
-        """Write a transaction to the table while reading the next one, and return the next one."""
+        """Write ``current`` to the table while reading the next transaction, and return the next transaction."""
         writing = asyncio.create_task(self._written(current))
         try:
             return await self._gather()

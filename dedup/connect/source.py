@@ -1,4 +1,4 @@
-"""Defines the interface of the sources of `dedup ingest`, and the records that a source returns."""
+"""Defines the interface of the sources of `dedup ingest`, and the records that each source returns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what was kept for rereading records before ``positions``, because these records are now committed."""
+        """Release what was kept for rereading the records before ``positions``, which are now committed."""
 
     def waiting(self) -> list[str]:
         """Return a sentence for each part of the source whose last data is incomplete and cannot be read yet."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
 
+from dedup.connect.dead_letter_producer import FIRST_DEAD_LETTER
 from dedup.connect.file_source import Files
 from dedup.connect.source import DIGEST_BYTES, DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
@@ -89,7 +90,7 @@ OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
-    """Return the source of an ingest file. For a table, ``url`` is the URL of the database, and the call blocks."""
+    """Return the source of an ingest file. For a table, ``url`` is the database's URL, and the call blocks."""
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
@@ -143,7 +144,7 @@ def set_by_signals() -> Iterator[asyncio.Event]:
 
 
 async def _provided(admin: Admin, ingest: Ingest, settings: Settings) -> dict[str, Topic]:
-    """Return the topics of an ingest file, after creating those that are missing."""
+    """Return the topics that an ingest file names, after creating any missing topics."""
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
@@ -209,7 +210,7 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction while reading the next one, and return the next one."""
+        """Commit ``current`` while reading the next transaction, and return the next transaction."""
         most_rows = 1 if self.single else None
         sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
@@ -233,13 +234,13 @@ class _Run:
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        """Turn the refused records into dead letters. If the broker named none, next send one record per batch."""
+        """Turn the refused records into dead letters. If the broker named none, switch to one record per batch."""
         named: dict[int, str] = {}
         for each in (refused, *refused.also):
             named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
         if OWN_ROW in named or (self.single and not named):
             raise refused
-        # Brokers before Kafka 2.4 do not name records (KIP-467), nor does any broker if a batch is too large.
+        # A broker names no records if a batch is too large (KIP-467).
         self.single = self.single or not named
         if named:
             log.warning("%s: %d records become dead letters", refused, len(named))
@@ -268,8 +269,8 @@ class _Pending:
 class TransactionBoundary:
     """Wraps a source in which a record marks the end of each transaction, so that each poll returns one transaction.
 
-    This corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), except that the marker is a field
-    of a normal record, which is sent like any other record.
+    This class corresponds to `transaction.boundary=connector` in Kafka Connect (KIP-618), except that the marker is
+    a field of a normal record, which is sent like any other record.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:
@@ -285,7 +286,7 @@ class TransactionBoundary:
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """Return the next whole transaction, or None if none is complete.
+        """Return the next complete transaction, or None if there is none.
 
         Raises StateIncompatible if too many records arrive without a marker.
         """
@@ -362,6 +363,8 @@ class _RecordMaker:
         self._most_dead_bytes: Final = topics[ingest.dead_letter].max_record_bytes
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
+        self._logged: Final[set[str]] = set()
+        """The reasons for which a dead letter has already been logged."""
         self.refused: Final[dict[tuple[str, int | str], str]] = {}
         """Maps the part and place of a record to the reason why the broker refused it."""
 
@@ -397,6 +400,12 @@ class _RecordMaker:
             if kept:
                 lines[TopicPartition(self.topic, number)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
+        for each in dead:
+            if each.code not in self._logged:
+                self._logged.add(each.code)
+                place = f"{found.prefix}{each.place}"
+                topic = self._ingest.dead_letter
+                log.warning(FIRST_DEAD_LETTER, self._ingest.name, place, topic, each.detail, each.code)
         if dead:
             number = partitions([found.part.encode()], self._dead_count)[0]
             letters = [self._dead_letter(each, found.prefix, now_ms) for each in dead]
@@ -444,7 +453,7 @@ def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Convert an exactly decoded number to what orjson would have returned, so that equal IDs have equal keys."""
+    """Convert an exactly decoded number to the value that orjson would return, so that equal IDs have equal keys."""
     if not isinstance(found, Number):
         return found
     try:

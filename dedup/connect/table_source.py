@@ -2,9 +2,9 @@
 
 A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a
-write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. It then reads
-the rows up to the bound. With `settle`, the source first waits for a fixed time. If it cannot see the writers, it
-waits only for this time, and may miss rows that commit later.
+write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source
+then reads the rows up to the bound. With `settle`, the source first waits for a fixed time. A source that cannot see
+the writing transactions waits only for this time, and may miss rows that are committed later.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, st
 
 
 def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
-    """Yield the reasons why sequences of the tables may give a new row a lower number than an earlier row."""
+    """Yield the reasons why the tables' sequences may give a new row a lower number than an earlier row."""
     named = connection.query(
         "SELECT 1 FROM pg_attribute WHERE attrelid::bigint = ANY(%s::bigint[]) AND attname = %s LIMIT 1",
         (relations, spec.column),

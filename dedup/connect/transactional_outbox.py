@@ -47,7 +47,7 @@ log: Final = logging.getLogger(__name__)
 async def provide(
     admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
 ) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating them.
+    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating topics.
 
     ``topics`` maps the name of each topic to its number of partitions (None for the brokers' default) and its configs.
     """
@@ -69,7 +69,7 @@ async def provide(
 
 
 def refuse_expiry(topic: Topic) -> None:
-    """Raise StateIncompatible if brokers delete positions by age or size; dedup would then send a source again."""
+    """Raise StateIncompatible if brokers delete positions by age or size, because dedup would then resend a source."""
     configs = topic.configs  # which are empty if the principal may not read them
     kept = configs.get("retention.ms", FOR_EVER) == configs.get("retention.bytes", FOR_EVER) == FOR_EVER
     if "delete" in configs.get("cleanup.policy", "") and not kept:
@@ -141,10 +141,10 @@ class TransactionalOutbox:
     ) -> None:
         """Commit the records and positions exactly once.
 
-        ``most_rows`` limits the records per record batch. With one record per batch, the broker's response identifies a
-        refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused if the
-        broker refuses a record, in which case nothing is committed. A canceled commit takes effect completely or not at
-        all. Concurrent calls run one after another.
+        ``most_rows`` limits the number of records per record batch. With one record per batch, the broker's response
+        identifies a refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused
+        if the broker refuses a record, in which case nothing is committed. A canceled commit takes effect completely or
+        not at all. Concurrent calls run one after another.
         """
         async with self._one_at_a_time:
             if self._unsure:
@@ -181,7 +181,7 @@ class TransactionalOutbox:
                 return
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
-        """Return whether a commit without a response took effect. Retries until a broker responds."""
+        """Return whether a commit that got no response took effect. Retries until a broker responds."""
         log.warning("%s", unknown, extra=AWAY)
         return (await self._begin_epoch()).transaction == self._number
 
@@ -215,8 +215,8 @@ class TransactionalOutbox:
     async def _read(self, *, stable: bool = False) -> None:
         """Read the owner and the positions that were committed since the last call.
 
-        Waits for open transactions to end, because they may hide committed records. With ``stable``, it does not wait,
-        because an open transaction may be the caller's own.
+        Waits for open transactions to end, because they may hide committed records. With ``stable``, the method does
+        not wait, because an open transaction may be the caller's own.
         """
         bounds = await self._answered(partial(self._wire.bounds, self._place))
         if self._read_to > bounds.end:
@@ -241,7 +241,7 @@ class TransactionalOutbox:
         self.positions.update(positions)
 
     async def _answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a request until it is answered. Raises CommitUnknown if no broker answers in time."""
+        """Repeat a request until it is answered. Raises CommitUnknown if no broker responds in time."""
         try:
             async with asyncio.timeout(DEADLINE_MS / 1000):
                 return await answered(self._wire, ask)

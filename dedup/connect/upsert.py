@@ -146,7 +146,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink, with columns of the SQL types in ``types``."""
+    """Return the table of a sink. ``types`` maps each column type of a topology to its SQL type."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -174,7 +174,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: Fence
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Return the CREATE statements of the missing tables of the sink, by table name."""
+    """Return the CREATE statements for the sink's missing tables, by table name."""
     table = table_of(spec, connection.types)
     columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
     create = f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({quoted(table.key)}))"
@@ -183,7 +183,7 @@ def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str
 
 
 def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
-    """Create the staging table and missing tables. Raises StateIncompatible if an existing table is unsuitable."""
+    """Create the staging table and any missing tables. Raises StateIncompatible if an existing table is unsuitable."""
     for name, statement in plan_tables(connection, spec).items():
         make(connection, name, statement)
     table = table_of(spec, connection.types)

@@ -2,8 +2,8 @@
 
 A value is the binary encoding of one record with a known writer schema. `read` and `columns` return only the requested
 members, but decode the whole value to check that it ends where its record ends. `AvroReader.columns` advances through
-all values of a batch together, field by field. If any value might be damaged, it raises NotInColumns. The caller must
-then pass the rows that NotInColumns names to `AvroReader.read`, or all rows if it names none.
+all values of a batch together, field by field. If any value might be damaged, `columns` raises NotInColumns. The caller
+must then use `AvroReader.read` for the rows that the exception names, or for all rows if it names none.
 
 Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
 """
@@ -69,7 +69,7 @@ _NO_ID: Final = frozenset(
 class SchemaRefused(ValueError):
     """Raised if a schema is invalid or does not describe records.
 
-    The message begins with a verb, so that an error text can put it after the name of the schema.
+    The message begins with a verb, so that it can follow the schema's name in an error text.
     """
 
 
@@ -87,7 +87,7 @@ class Scalar:
 
     @property
     def name(self) -> str:
-        """The name of the logical type if there is one, and otherwise the name of the type."""
+        """The name of the logical type if there is one, or else the name of the type."""
         return self.logical or self.kind
 
 
@@ -112,7 +112,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """A union of types. An encoded value begins with the position of the chosen type in the union."""
+    """A union of types. An encoded value begins with the index of its type in the union."""
 
     branches: tuple[Node, ...]
 
@@ -280,7 +280,7 @@ def nodes_at(node: Node, path: Path) -> list[Node]:
 
 
 def type_name(node: Node) -> str:
-    """Return the logical type of a type if it has one, and otherwise the type's kind, such as record."""
+    """Return the logical type of a type if it has one, or else the type's kind, such as record."""
     match node:
         case Scalar() | Items():
             return node.name
@@ -293,7 +293,7 @@ def type_name(node: Node) -> str:
 
 
 def is_refused(node: Node, time: FieldTime | None) -> bool:
-    """Tell whether values of a type are unusable as IDs or, with ``time``, as event times in the required unit."""
+    """Return whether values of a type cannot be IDs or, if ``time`` is given, event times in the required unit."""
     if not isinstance(node, Scalar):
         return True
     if time is None:
@@ -362,7 +362,7 @@ class AvroReader:
             del fault  # otherwise, the exception and this frame would refer to each other
 
     def _fault(self, value: bytes, want: _Wanted, found: list[Leaf]) -> Damaged | Unreadable | None:
-        """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""
+        """Store the requested parts of a value in ``found``, and return an error if the value cannot be read."""
         cursor = _Cursor(self, value, found)
         try:
             cursor.walk(self._schema, want, 0)
@@ -383,7 +383,7 @@ class AvroReader:
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return a column for each path, with the event times last.
 
-        Raises NotInColumns if any value must be passed to `read`.
+        Raises NotInColumns if any value must be passed to `read` instead.
         """
         batch = _Batch(self, values)
         try:
@@ -394,7 +394,7 @@ class AvroReader:
         return batch.found
 
     def time_of(self, slot: int) -> FieldTime | None:
-        """Return the rule for the event time if the slot belongs to the event time, or None if it belongs to the ID."""
+        """Return the event time rule if the slot holds the event time, or None if the slot belongs to the ID."""
         return self._time if slot == self._time_slot else None
 
 
@@ -409,7 +409,7 @@ def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> A
 
 
 def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: ANN401 - int, bytes, or None
-    """Convert decoded content to an ID or, with ``time``, an event time. Raises Unreadable for malformed content."""
+    """Convert a decoded value to an ID or, given ``time``, an event time. Raises Unreadable for malformed content."""
     if node.kind == "null":
         return None
     if is_refused(node, time):
@@ -449,7 +449,7 @@ def _decimal(raw: bytes, scale: int) -> Number:
 
 
 class _Cursor:
-    """A position in one Avro value. `walk` advances the position past one encoded value of a given type."""
+    """A read position in one Avro value. `walk` advances the position past one encoded value of a given type."""
 
     def __init__(self, reader: AvroReader, value: bytes, found: list[Leaf]) -> None:
         self._reader: Final = reader
@@ -503,7 +503,7 @@ class _Cursor:
                 raise Damaged(f"a block of items has another size than it says (byte {self.at})")
 
     def _key(self, keys: dict[bytes, bool]) -> str | int:
-        """Read a map item's key. Return -1 if the key is on no path. ``keys`` records which keys were read before."""
+        """Read the key of a map entry. Return -1 if no path contains the key. ``keys`` tracks the keys already read."""
         key = self._take(self._varint())
         if key not in keys:
             return -1
@@ -551,7 +551,7 @@ _Rows = slice | _Longs
 
 
 class _Batch:
-    """A position in each Avro value of a batch. `walk` moves the positions in the given rows past one encoded value."""
+    """Read positions in a batch of Avro values. `walk` moves the positions in the given rows past one encoded value."""
 
     def __init__(self, reader: AvroReader, values: Sequence[bytes]) -> None:
         self._reader: Final = reader

@@ -1,8 +1,8 @@
 """Reads members of CBOR values by path, from one value (`CborReader.read`) or as columns from a batch of values.
 
-A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
-indexes of arrays. The reader skips all items that are not on a path, without recursion and without allocating
-memory for announced lengths, so the depth and the length of skipped items are not limited.
+A value is exactly one item, usually a map, with no bytes after it. The steps of a path are text keys of maps and
+indexes of arrays. Items that are not on a path are skipped without recursion and without allocating memory for
+announced lengths, so their depth and length are not limited.
 
 Source: RFC 8949, and IANA's registry of CBOR tags.
 """
@@ -91,7 +91,7 @@ _Head = tuple[int, int, int]
 
 
 class _Cursor(Cursor):
-    """A position in one CBOR value."""
+    """A read position in one CBOR value."""
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`."""
@@ -129,7 +129,7 @@ class _Cursor(Cursor):
             self.item(wanted)
 
     def _each(self, head: _Head) -> Iterator[int]:
-        """Yield the position of each array element or map member. The caller must then read this item."""
+        """Yield the position of each array element or map member. The caller must read each item before advancing."""
         _, info, count = head
         if info != _INDEFINITE:
             yield from range(count)
@@ -146,7 +146,7 @@ class _Cursor(Cursor):
         return over
 
     def _name(self) -> bytes | None:
-        """Read a key of a map. Return the key's bytes if it is text, or None for any other key."""
+        """Read a map key. Return the bytes of a text key, or None for any other key."""
         start = self.at
         first = self._value[start] if start < len(self._value) else 0
         if first >> 5 == _TEXT and first & 0x1F < _SHORT:
@@ -194,7 +194,7 @@ class _Cursor(Cursor):
                 due = inside
 
     def _skip_known(self, due: int, known: int) -> int:
-        """Skip an item of ``known`` bytes, and similar items after it. Return the new value of ``due`` in `_skip`."""
+        """Skip an item of ``known`` bytes and similar items after it. Return what must follow (``due`` in `_skip`)."""
         at = self.at
         self.at += known
         if due in _PAIRED:
@@ -210,7 +210,7 @@ class _Cursor(Cursor):
         return due - 1 if due > 0 else _NEXT[due]
 
     def _enter(self, first: int) -> int:
-        """Skip a whole string, or only the head of any other item. Return what is due inside, as in `_skip`."""
+        """Skip a whole string, or only the head of any other item. Return what must follow, as ``due`` in `_skip`."""
         inside = _INSIDE.get(first)
         if inside is not None:
             self.at += 1

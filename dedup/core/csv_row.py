@@ -1,7 +1,7 @@
-"""Reads columns of CSV values. A value is one row, as RFC 4180 defines it, and the topology names its columns.
+"""Reads columns of CSV values. A value is one RFC 4180 row, and the topology names its columns.
 
 All cells are text, and an empty cell counts as absent. A line break may follow the row. The standard library's csv
-module is not used, because it accepts quotes inside unquoted cells and limits the length of cells process-wide.
+module is not used, because it accepts quotes inside unquoted cells, and its limit on cell length is process-wide.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SHORT_DIGITS: Final = 18
 
 @dataclass(frozen=True)
 class CsvLayout:
-    """The names of the columns, in the order of the cells in each row, and the character between cells."""
+    """The column names, in the order of a row's cells, and the delimiter."""
 
     columns: tuple[str, ...]
     delimiter: Delimiter = "comma"
 
     @cached_property
     def between(self) -> str:
-        """The character between two cells."""
+        """The delimiter character between cells."""
         return _CHARACTERS[self.delimiter]
 
     @cached_property
@@ -125,14 +125,14 @@ class CsvReader(MemberReader):
         return columns
 
     def _split(self, joined: bytes) -> list[list[str]]:
-        """Split rows, joined by line feeds, into cells. Return an empty list if the rows must be read one by one."""
+        """Split rows joined by line feeds into cells. Return an empty list if the rows must be read one by one."""
         if _is_odd(joined):
             return []
         # A row with too many cells is not split further, because its cells would take many times its memory.
         return [row.split(self._layout.between, len(self._layout.columns)) for row in joined.decode().split("\n")]
 
     def _is_plain(self, row: bytes) -> bool:
-        """Tell whether a row can simply be split at each delimiter. The row must not include its line break."""
+        """Return whether a row can simply be split at each delimiter. The row must not include its line break."""
         delimiters = row.count(self._layout.between.encode())
         return not _is_odd(row) and b"\n" not in row and delimiters + 1 == len(self._layout.columns)
 
@@ -148,7 +148,7 @@ def csv_reader(layout: CsvLayout, ids: tuple[Path, ...], time: FieldTime | None)
 
 
 def _number(cell: Leaf) -> Leaf:
-    """Return the number that a cell contains in JSON notation, or the cell itself if it is not such a number."""
+    """Return a cell as a number if it is a number in JSON notation, or unchanged otherwise."""
     if not isinstance(cell, str) or not _NUMBER.fullmatch(cell):
         return cell
     number = Number(cell)

@@ -1,4 +1,4 @@
-"""Finds the event time of a record, and converts it to milliseconds since 1970 UTC, rounded down."""
+"""Finds a record's event time and converts it to milliseconds since 1970 UTC, rounded down."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EventTime = RecordTime | FieldTime
 def create_time_fault(topic: str, what: str) -> str:
     """Return the error message for records that have the producer's timestamp although `event_time` is `arrival`.
 
-    ``what``, the subject of the message, is one record or all records of the source topic. The message also tells the
+    ``what`` is the subject of the message: one record, or all records of the source topic. The message also tells the
     user how to proceed.
     """
     return (
@@ -86,7 +86,8 @@ def create_time_fault(topic: str, what: str) -> str:
 def time_ms_of(found: object, time: FieldTime) -> int:
     """Convert a field's value to an event time. Raises BadTime if the value is missing or cannot be converted.
 
-    A number is passed as a `Number` or an int. With the unit ``timestamp``, ``found`` is already in milliseconds.
+    If ``found`` is a number, its type is `Number` or int. With the unit ``timestamp``, ``found`` is already in
+    milliseconds.
     """
     place = format_path(time.path)
     if found is ABSENT:
@@ -278,7 +279,7 @@ def _all(times_ms: list[int | None]) -> list[int]:
 
 
 def _by_length(texts: list[str]) -> list[int | None]:
-    """Convert RFC 3339 strings of several lengths. For example, Java's Instant writes 0, 3, 6, or 9 decimals."""
+    """Convert RFC 3339 strings of different lengths. For example, Java's Instant writes 0, 3, 6, or 9 decimals."""
     rows: defaultdict[int, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         rows[len(text)].append(row)

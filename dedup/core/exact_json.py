@@ -1,6 +1,7 @@
 """Decodes single JSON values exactly (RFC 8259), finds values by path, and computes canonical JSON.
 
-The column extractor (extract.py) is faster, but it passes a row to this module whenever the two results could differ.
+The column extractor (extract.py) is faster, but it passes a row to this module whenever its result could differ from
+this module's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
 A row takes the fast path only if `extract_one` (the slow path) would certainly give the same result. For all other rows
-of a batch, the reader of the format raises `NotInColumns`, and these rows take the slow path. If the reader cannot name
-these rows, each half of the batch is tried separately. A batch of at most four rows takes the slow path.
+of a batch, the format's reader raises `NotInColumns`, and those rows take the slow path. If the reader cannot identify
+those rows, each half of the batch is tried separately. A batch of at most four rows takes the slow path.
 
-If all IDs of a column are strings, bytes, or 64-bit integers, their state keys are computed together in C.
+If all IDs in a column are strings, bytes, or 64-bit integers, their state keys are computed together in C.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Extracted:
     faults: dict[int, Fault]
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
-        """Return the batch with its IDs as those of alternative ``index``, without the faults of ``lacking`` rows."""
+        """Return the batch with IDs encoded for alternative ``index``, and without the faults of ``lacking`` rows."""
         begin = encoding.encode_alternative(index, b"")
         keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
@@ -229,7 +229,7 @@ class Extractor:
         return found
 
     def _in_column(self, returned: list[Any]) -> list[bytes] | None:
-        """Return the state keys of a function's results, or None if the results must be converted one by one."""
+        """Return the state keys of the IDs from a user's function, or None if they must be converted one by one."""
         kind = type(returned[0]) if returned else None
         if any(type(each) is not kind for each in returned):
             return None
@@ -245,7 +245,7 @@ class Extractor:
             return None
 
     def _first_of(self, batch: _Batch) -> Extracted:
-        """Apply each alternative to the rows for which all earlier alternatives have found no value."""
+        """Try each alternative only on the rows for which all earlier alternatives found no value."""
         left: Sequence[int] = range(len(batch.values))
         pieces: list[tuple[Sequence[int], Extracted]] = []
         first_tombstones: dict[int, Fault] = {}
@@ -303,7 +303,7 @@ class Extractor:
         )
 
     def of_likely(self, batch: _Batch) -> tuple[Sequence[int], Extracted]:
-        """Return the rows that may have an ID (all rows if the fast path succeeds), and their extracted values."""
+        """Return the rows that might have an ID (all rows if the fast path succeeds), and their extracted values."""
         if self._columnar and batch.values:
             with suppress(NotInColumns):
                 return range(len(batch.values)), self._in_columns(batch)
@@ -348,7 +348,7 @@ class Extractor:
         return self._of_columns(batch, values, reader.columns(values))
 
     def _of_columns(self, batch: _Batch, values: Sequence[bytes], columns: list[list[Leaf]]) -> Extracted:
-        """Return the results for values whose members have been read. Only odd rows are converted one by one."""
+        """Return the results for values whose members have been read. Only unusual rows are converted one by one."""
 
         def only(rows: Sequence[int]) -> list[Sequence[Leaf]]:
             return [at_rows(rows, column) for column in columns]
@@ -441,7 +441,7 @@ class Extractor:
 
 
 def _present(values: Sequence[bytes | None]) -> list[bytes]:
-    """Return a column of values, none of which may be null. Raises NotInColumns with the rows of null values."""
+    """Return the values if none of them is null. Raises NotInColumns with the rows that have null values."""
     there = [value for value in values if value is not None]
     if len(there) < len(values):
         raise NotInColumns([row for row, value in enumerate(values) if value is None])
@@ -524,7 +524,7 @@ def instant_ids(column: Sequence[str | int | bytes]) -> list[bytes] | None:
 
 
 def _are_instants(texts: list[str]) -> bool:
-    """Tell whether all texts are times of one layout, and already have the form of an instant's canonical bytes."""
+    """Return whether all texts are times in one layout that already match the canonical bytes of an instant."""
     if not texts[0].endswith("Z") or ("." in texts[0] and any(text[-2:] == "0Z" for text in texts)):
         return False
     times_ms = rfc3339_column_ms(texts)
@@ -596,7 +596,7 @@ def kept_if(canonical: list[bytes] | None) -> list[bytes] | None:
 
 
 def kept(canonical: Iterable[bytes]) -> list[bytes]:
-    """Return the state keys of a column of canonical bytes, which must not be empty."""
+    """Return the state keys of a nonempty column of canonical bytes."""
     keys = canonical if isinstance(canonical, list) else list(canonical)
     if max(map(len, keys)) <= KEPT_BYTES:
         return keys
@@ -604,7 +604,7 @@ def kept(canonical: Iterable[bytes]) -> list[bytes]:
 
 
 def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
-    """Return the state keys of lines with one canonical UUID each, or None if any line has another form."""
+    """Return the state keys of lines that each contain one canonical UUID, or None if any line has another form."""
     if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
         return None
     hyphens = b"-" * count

@@ -151,12 +151,12 @@ NO_ALTERNATIVE: Final = Fault(FaultKind.MISSING_ID, "id_missing", "no alternativ
 
 
 def leads_on(fault: Fault) -> bool:
-    """Tell whether a fault means that the record has no value for an alternative, so the next one must be tried."""
+    """Return whether a fault means that an alternative has no value in the record, so the next one must be tried."""
     return fault.kind is FaultKind.TOMBSTONE or fault.code in _LACKING
 
 
 def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-    """Tell quickly whether a record may have an ID. False means that the record has no ID or an unreadable value."""
+    """Return quickly whether a record might have an ID. False means that it has no ID or its value is unreadable."""
     match recipe.tracking_id.rule:
         case KeyRule():
             return bool(key)
@@ -187,12 +187,12 @@ class _MissingId(NotJudged):
 def extract_one(
     recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
 ) -> One | Fault:
-    """Return the ID, time, and fingerprint of a record, or its first fault.
+    """Return the ID, time, and fingerprint of a record, or the record's first fault.
 
-    If a record has several faults, the one that comes first in this order is returned: TOMBSTONE, UNREADABLE,
-    MISSING_ID, BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes
-    from the key or a header, MISSING_ID comes before TOMBSTONE. A value without the expected format is UNREADABLE
-    even if neither the ID nor the event time comes from the value.
+    If a record has several faults, the first one in this order is returned: TOMBSTONE, UNREADABLE, MISSING_ID,
+    BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes from the key
+    or a header, MISSING_ID takes precedence over TOMBSTONE. A value without the expected format is UNREADABLE even if
+    neither the ID nor the event time comes from the value.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -253,10 +253,10 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
 
 
 def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
-    """Map each type that the member at a path can have, except null, to whether the type is unusable.
+    """Map each non-null type that the member at a path can have to whether the type is unusable.
 
-    A type is unusable if it cannot be an ID or, with ``time``, an event time. If ``first`` is true, all values have the
-    first message type of a Protobuf schema. Raises SchemaRefused if the schema is invalid.
+    A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
+    values have the schema's first message type. Raises SchemaRefused if the schema is invalid.
     """
     if fmt == "protobuf":
         names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
@@ -266,7 +266,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
 
 
 def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
-    """Return the member names that a schema has at the last step of a path. `member_types` must accept the schema."""
+    """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
     holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
@@ -303,7 +303,7 @@ def of_leaves(
 
 
 def fault_of(refused: NotJudged) -> Fault:
-    """Convert the error for a record that cannot be judged to a `Fault`."""
+    """Return the `Fault` for an error that prevents a record from being judged."""
     return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 
@@ -324,7 +324,7 @@ def _canonical_id(
     content: JsonValue | Absent,
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
-    """Return the canonical bytes of an ID, given the members at the rule's paths in the order of the paths."""
+    """Return the canonical bytes of an ID, given the members at the rule's paths in path order."""
     match tracking_id.rule:
         case KeyRule():
             return _of_bytes(key, tracking_id, "the record's key")
@@ -353,7 +353,7 @@ def _of_raw(value: bytes | None) -> bytes:
 
 
 def call_function(function: IdFunction, name: str, key: bytes | None, value: bytes | None, headers: Headers) -> object:
-    """Call the user's function ``name`` for a record. Return its result, or a fault if it raises an exception."""
+    """Call the user's function ``name`` for a record. Return the result, or a fault if the function raises an error."""
     try:
         return function(key, value, tuple(headers))
     except (KeyboardInterrupt, Terminated):
@@ -391,14 +391,14 @@ def _of_returned(found: object, tracking_id: TrackingId, rule: CodeRule) -> byte
 
 
 def passed_on(found: bytes | Fault) -> bytes:
-    """Return the content of the header `EXTRACTED` for a record with this state key or this fault."""
+    """Return the content of the header `EXTRACTED` for a record with the given state key or fault."""
     if isinstance(found, bytes):
         return found
     return json.dumps([found.kind.value, found.code, found.detail, found.format_name]).encode()
 
 
 class _Found(NotJudged):
-    """Raised for a fault that `call_function` or a repartition task has returned instead of an ID."""
+    """Raised for a fault that `call_function` or a repartition task returned instead of an ID."""
 
     def __init__(self, fault: Fault) -> None:
         self.kind = fault.kind.value  # type: ignore[misc]  # each fault has its own kind
@@ -425,7 +425,7 @@ FOUND_BEFORE: Final = TrackingId(CodeRule(EXTRACTED, 1, _load_found_before))
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the message of an exception in user code, as at most 500 printable characters."""
+    """Return the type and message of an exception in user code, in at most 500 printable characters."""
     try:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
     except BaseException:  # noqa: BLE001  # the error's own __str__ fails
@@ -478,7 +478,7 @@ def encode_scalar(value: str | int | bytes, *, instants: bool) -> bytes:
 
 
 def _instant_of(text: str) -> bytes | None:
-    """Return the canonical bytes of the instant that an RFC 3339 time names, or None for any other string.
+    """Return the canonical bytes of an RFC 3339 time as an instant, or None for any other string.
 
     As in `rfc3339_ms`, a time in a leap second counts as a time in the next second.
     """

@@ -1,4 +1,4 @@
-"""Defines `Flow` and `FlowRecord`, with which user code processes records after their verdict."""
+"""Defines `Flow` and `FlowRecord`, which let user code process records after their verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FlowValue = bytes | str | Mapping[str, Any] | list[Any] | None
 
 
 class FlowRecord(NamedTuple):
-    """A record that a topology forwards, as a flow receives and yields it."""
+    """A record that a topology forwards, in the form that a flow receives and yields."""
 
     topic: str
     """The topic to which the record is sent, which is the output unless `to` names another topic."""
@@ -41,7 +41,7 @@ class FlowRecord(NamedTuple):
         return json.loads(self.value or b"null")
 
     def header(self, name: str) -> bytes | None:
-        """Return the value of the last header with this name, or None if there is none."""
+        """Return the value of the last header with this name, or None if there is no such header."""
         return next((value for own, value in reversed(self.headers) if own == name), None)
 
     def to(
@@ -72,7 +72,7 @@ class Flow:
     """Holds a user's function, which runs in the task's transaction for each record that a topology forwards.
 
     The key `then` in the topology file names the `Flow`. The records that the function yields must depend only on the
-    input record, not on a clock, on randomness, or on other records.
+    input record, not on a clock, randomness, or other records.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,10 @@ def yielded(flow: Flow, record: FlowRecord, topics: Collection[str]) -> list[Flo
 
 
 def differ(made: object, again: object) -> bool:
-    """Tell whether two flow results differ. Two faults count as equal, as their texts may contain memory addresses."""
+    """Return whether two flow results differ.
+
+    Two faults count as equal, because their texts may contain memory addresses.
+    """
     return made != again and not (isinstance(made, Fault) and isinstance(again, Fault))
 
 

@@ -82,7 +82,7 @@ class Rows:
         return Source(feed.topic, feed.partition, self.sources[row])
 
     def positions(self, rows: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-        """Return the result of `source` for each of the given rows, as a plain tuple."""
+        """Return the result of `source` for each given row, as a plain tuple."""
         if len(self.feeds) > 1:
             return [(*self.feeds[row], self.sources[row]) for row in rows]
         ((topic, partition),) = self.feeds
@@ -102,7 +102,7 @@ _BEFORE_ALL: Final = StreamTime.before(())
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`: the rows (positions in the batch) of each verdict, and the new sightings."""
+    """The result of `fold`: the rows (positions in the batch) with each verdict, and the new sightings."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, str] = field(default_factory=dict)
@@ -165,7 +165,7 @@ def judged_at_once(
     Records can be judged at once if the batch and the known sightings are so close together in time that every record
     that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same
     fingerprint as the sighting or the record that it repeats. ``known`` must contain only sightings of the given IDs,
-    and ``stream_time_ms`` is the stream time after the batch. The window must not extend sightings.
+    and ``stream_time_ms`` is the stream time after the batch. ``window`` must be one that does not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -200,8 +200,7 @@ def judged_at_once(
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
     """Judge a batch in log order, so that the sightings of earlier records affect later records.
 
-    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if the policy for a record is
-    `fail`.
+    ``ceiling_ms`` is the latest event time that is accepted. Raises RecordFailed if the policy for a record is `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -372,7 +371,7 @@ class _Judging:
         return [None if row in skipped else key for row, key in enumerate(ids)] if skipped else ids
 
     def _extend(self, key: bytes, seen: Sighting, time_ms: int) -> None:
-        """Extend the only sighting of an ID because of a duplicate at ``time_ms``."""
+        """Extend the only sighting of an ID after a duplicate at ``time_ms``."""
         longer = self._window.extended(seen, time_ms)
         if longer.last_ms != seen.last_ms:
             # The shorter interval may stay in an older segment, because the longer interval contains it.

@@ -74,7 +74,7 @@ def named(ref: SchemaRef) -> str:
 
 
 def ref_named(name: str) -> SchemaRef:
-    """Convert a name that `named` has returned back to the schema ID.
+    """Convert a name returned by `named` back to the schema ID.
 
     Raises ValueError if ``name`` is not valid, or OverflowError if the ID does not fit into 32 bits.
     """
@@ -133,7 +133,7 @@ def split(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: boo
 
 
 def _indexes(text: bytes, at: int) -> tuple[tuple[int, ...], int]:
-    """Return the message indexes at a position, and the next position. Raises Unreadable for damaged indexes."""
+    """Return the message indexes at a position, and where they end. Raises Unreadable if the indexes are damaged."""
     count, at = _zigzag(text, at, _MOST_INDEXES)
     found: list[int] = []
     for _ in range(count):
@@ -165,7 +165,7 @@ def refs_of(
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
-    """Return one list of rows per schema ID, in one pass, because each row may have a different schema ID."""
+    """Group the rows by schema ID, in a single pass because every row may have a different schema ID."""
     rows: defaultdict[SchemaRef | None, list[int]] = defaultdict(list)
     for row, ref in enumerate(refs):
         rows[ref].append(row)
@@ -187,7 +187,7 @@ def _parts_of(
     *,
     indexed: bool,
 ) -> list[bytes | None]:
-    """Return the schema ID (part 0) or payload (part 1) of each value, or None for a null or damaged one."""
+    """Return each value's schema ID (part 0) or payload (part 1), or None for a null value or a damaged framing."""
     size = _head(place, values, headers, indexed=indexed)
     if size:
         cut = slice(size, None) if part else slice(0, size)

@@ -3,12 +3,12 @@
 The columns are used only if `extract_one` would certainly give the same result. These checks find the rows for which
 the result might differ:
 
-* One msgspec call decodes all values, joined by line feeds. Without the white space around it, every value must begin
+* One msgspec call decodes all values, joined by line feeds. Apart from surrounding white space, every value must begin
   with ``{`` and end with ``}``. The sequence ``}`` LF ``{`` can occur only between two values. Therefore, if the
   decoder returns as many structs as there are rows, each struct belongs to exactly one row.
 * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
 * msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-  A value is not read in columns if it contains an escape sequence that can spell a character of these names.
+  A value is not read in columns if it contains an escape sequence that can spell a character of such a name.
 * A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
 * An ID must be a string or a 64-bit integer.
 """
@@ -64,10 +64,10 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
-    """Return the rows in which an object, or an object on a path inside it, may repeat a member on a path.
+    """Return the rows whose object, or an object on a path inside it, might repeat a member on a path.
 
-    msgspec keeps the last of several members with the same name. A name that is not repeated occurs exactly once
-    more in the text of the object than in the text of the values that msgspec has kept.
+    msgspec keeps the last of several members with the same name. A name that is not repeated occurs exactly once more
+    in the object's text than in the values that msgspec kept.
     """
     kept = _MEMBERS.decode_lines(joined)
     values = b"\n".join(chain.from_iterable(map(dict.values, kept)))
@@ -105,7 +105,7 @@ class JsonColumns:
     """The escape sequences that no value may contain, because a name on a path could be spelled with them."""
 
     def decode(self, values: Sequence[bytes]) -> tuple[list[list[str | int]], list[int] | None]:
-        """Return a column for each ID path and the column of times.
+        """Return one column per ID path, and the column of event times.
 
         Raises NotInColumns if any row requires `extract_one`.
         """
@@ -127,12 +127,12 @@ class JsonColumns:
         return columns, None if self.time is None else times_ms_of(list(map(self.time, rows)), self.unit)
 
     def _is_plain(self, joined: bytes) -> bool:
-        """Tell whether values are UTF-8 and contain no escape sequence that could spell a name on a path."""
+        """Return whether values are UTF-8 and contain no escape sequence that could spell a name on a path."""
         # Searching for one byte is many times as fast as searching for a sequence.
         return (joined.isascii() or is_utf8(joined)) and (b"\\" not in joined or self.spelling.search(joined) is None)
 
     def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
-        """Return the rows that cannot be read in columns even alone. Values must have no white space around them."""
+        """Return rows that cannot be read in columns even on their own. Values must have no white space around them."""
         odd: list[int] = []
         plain = self._is_plain(joined) and max(map(len, values)) <= SHORT_BYTES
         decode = self.decoders[-1].decode  # it accepts everything that the other decoders accept
@@ -160,9 +160,9 @@ class JsonColumns:
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
     r"""Return the decoder for the fields of the ID and the time, or None if only `extract_one` can read the fields.
 
-    Only `extract_one` can read array elements, and a field inside another requested field. It is also needed
-    for members whose names contain a character that JSON can write in several ways even without ``\u``. For example,
-    JSON can write a slash as ``/`` or ``\/``.
+    Only `extract_one` can read an array element, or a field inside another requested field. `extract_one` is also
+    needed for members whose names contain a character that JSON can write in several ways even without ``\u``. For
+    example, JSON can write a slash as ``/`` or ``\/``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -241,7 +241,7 @@ class _Node:
 
 
 def _are_objects(joined: bytes, values: Sequence[bytes]) -> bool:
-    """Tell whether every value begins and ends like an object, and is certainly not nested too deeply."""
+    """Return whether every value begins and ends like an object, and is certainly not nested too deeply."""
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     if lengths.min() == 0:
         return False

@@ -1,7 +1,7 @@
-"""Contains the code that the readers of formats without a schema share.
+"""Contains code shared by the readers for formats without a schema.
 
 A MessagePack or CBOR value contains the types of its members, and all members of a CSV value are text. A reader skips
-all members that no path names.
+all members that are not on a path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT64: Final = 1 << 63
 
 @dataclass(slots=True)
 class PathTree:
-    """The requested parts of an item, which are the item itself, some of its members, or some of its elements."""
+    """The requested parts of an item: the item itself, some of its members, or some of its elements."""
 
     slots: list[int] = field(default_factory=list)
     """The positions of the item in the result."""
@@ -41,7 +41,7 @@ class PathTree:
     """The elements to read if the item is an array, by their positions."""
 
     def at(self, path: Path) -> PathTree:
-        """Return the node at a path below this item, and create it if it does not exist."""
+        """Return the node at a path below this item, creating the node if it does not exist."""
         here = self
         for step in path:
             if isinstance(step, int):
@@ -68,20 +68,21 @@ class MemberReader(ABC):
     def read(self, value: bytes) -> list[Leaf]:
         """Return the members at the paths, followed by the event time.
 
-        Raises Unreadable if the value does not have the format.
+        Raises Unreadable if the value does not have the expected format.
         """
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
-        """Return the columns of a batch, much faster than with `read`, if all its values have the most common form.
+        """Return a batch's columns, much faster than `read` could, provided that all values have the most common form.
 
-        Raises NotInColumns if any value must be passed to `read`. By default, all values must be passed to `read`.
+        Raises NotInColumns if any value must be passed to `read` instead. The default implementation always raises
+        NotInColumns.
         """
         raise NotInColumns(range(len(values)))
 
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return one column per path, followed by the event times.
 
-        If any values cannot be read, raises NotInColumns with their rows.
+        Raises NotInColumns with the rows whose values cannot be read.
         """
 
         def at_once(rows: Sequence[int]) -> list[list[Leaf]]:
@@ -97,7 +98,7 @@ class MemberReader(ABC):
         return [ordered(places, parts, ABSENT) for parts in zip(*(columns for _, columns in pieces), strict=True)]
 
     def _read(self, values: Sequence[bytes], rows: Sequence[int]) -> list[list[Leaf]]:
-        """Read the values in some rows one by one. Raises NotInColumns with the rows that cannot be read."""
+        """Read the values in the given rows one by one. Raises NotInColumns with the rows that cannot be read."""
         columns: list[list[Leaf]] = [[] for _ in range(self.count)]
         refused: list[int] = []
         for row in rows:
@@ -120,7 +121,7 @@ class MemberReader(ABC):
 
 
 class Cursor(ABC):
-    """A position in one encoded value. Each method advances the position past the bytes that it reads."""
+    """A read position in one encoded value. Each method advances the position past the bytes that it reads."""
 
     def __init__(self, value: bytes, found: list[Leaf]) -> None:
         self._value: Final = value
@@ -136,7 +137,7 @@ class Cursor(ABC):
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
     def text(self, raw: bytes) -> str:
-        """Decode a text. If it is not UTF-8, store the error, and do not raise it, because damage is reported first."""
+        """Decode text. If it is not UTF-8, store the error instead of raising it, because damage is reported first."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -160,7 +161,7 @@ class ItemReader(MemberReader):
             self._without_ids.at(time.path).slots.append(len(ids))
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, then the event time. Raises Unreadable if the value is not one item."""
+        """Return the members at the paths, then the event time. Raises Unreadable unless the value is one item."""
         found: list[Leaf] = [ABSENT] * self.count
         fault = self._fault(value, self.wanted, found)
         if fault is None:
@@ -173,7 +174,7 @@ class ItemReader(MemberReader):
             del fault  # otherwise, the exception and this frame would refer to each other
 
     def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:
-        """Store the requested parts of a value in ``found``, and return the error if the value cannot be read."""
+        """Store the requested parts of a value in ``found``, and return an error if the value cannot be read."""
         cursor = self.cursor(value, found)
         try:
             cursor.item(wanted)
@@ -244,7 +245,7 @@ def not_of_format(value: bytes, code: str, name: str, damage: Damaged) -> Unread
 
 
 def no_item(first: int, at: int) -> Damaged:
-    """Return the error for a value in which the byte ``first`` at a position cannot begin an item."""
+    """Return the error for a value in which the byte ``first``, at position ``at``, cannot begin an item."""
     return Damaged(f"byte {first:02x} begins no item (byte {at})")
 
 

@@ -1,8 +1,8 @@
 """Reads members of MessagePack values by path, from one value (`read`) or as columns from a batch (`columns`).
 
-A value is one item, usually a map, and must end where the item ends. A path consists of the text keys of maps and the
-indexes of arrays. The reader skips all items that are not on a path, without recursion and without allocating
-memory for announced lengths, so the depth and the length of skipped items are not limited.
+A value is exactly one item, usually a map, with no bytes after it. The steps of a path are text keys of maps and
+indexes of arrays. Items that are not on a path are skipped without recursion and without allocating memory for
+announced lengths, so their depth and length are not limited.
 
 `columns` decodes values with msgspec, and uses `MessagePackReader.read` for values whose result might differ. If a map
 repeats a name, msgspec keeps only the last member with this name. Therefore, `columns` checks that the bytes of a batch
@@ -161,7 +161,7 @@ def _undecodable(decoder: msgspec.msgpack.Decoder[Any], values: Sequence[bytes |
 def _repeating(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> list[int]:
     """Return the rows in which a map on a path may repeat a name, because msgspec found too few different names.
 
-    Every map must have each name of ``tree``. This check takes as long as decoding the batch a second time.
+    Every map must contain every name in ``tree``. This check takes as long as decoding the batch a second time.
     """
     try:
         members = list(map(_MEMBERS.decode, maps))
@@ -206,7 +206,7 @@ def _attribute(tree: dict[str, Any], path: Path) -> str:
 
 
 class _Cursor(Cursor):
-    """A position in one MessagePack value."""
+    """A read position in one MessagePack value."""
 
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`."""
@@ -257,7 +257,7 @@ class _Cursor(Cursor):
                 self.item(below)
 
     def _name(self) -> bytes | None:
-        """Read a key of a map. Return the key's bytes if it is text, or None for any other key."""
+        """Read a map key. Return the bytes of a text key, or None for any other key."""
         first = self._value[self.at] if self.at < len(self._value) else _NIL
         if first & 0xE0 == _FIXSTR:
             self.at += 1
@@ -307,7 +307,7 @@ class _Cursor(Cursor):
         return self._number(_SIZED[first]) + (first in _EXT)
 
     def _entries(self, first: int) -> tuple[int | None, bool]:
-        """Return the number of entries of a map or an array (None for other items), and whether the item is a map."""
+        """Return the number of entries in a map or an array (None for other items), and whether the item is a map."""
         if first & 0xF0 in {_FIXMAP, _FIXARRAY}:
             return first & 0x0F, first < _FIXARRAY
         if first in _MAP or first in _ARRAY:
@@ -361,7 +361,7 @@ class _Cursor(Cursor):
 
 
 def _extension(kind: int, content: bytes) -> Instant | Refused:
-    """Return the instant that a timestamp extension represents, or `Refused` for an invalid or any other extension."""
+    """Return the instant in a timestamp extension, or `Refused` for an invalid timestamp or another extension."""
     if kind != _TIMESTAMP:
         return Refused("extension")
     match len(content):

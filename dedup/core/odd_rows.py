@@ -1,8 +1,8 @@
 """Reads most rows of a batch column by column, and the other rows one by one.
 
-Reading in columns is fast, but a column reader refuses a batch if it might read any row wrongly. Such rows are called
-odd. If the reader can name the odd rows, only these rows are read one by one, so one odd record among thousands adds
-little more than its own cost.
+Reading in columns is fast, but a column reader refuses a batch if it might read any row wrongly. Rows that a column
+reader might misread are called odd. If the reader can name the odd rows, only these rows are read one by one, so one
+odd record among thousands adds little more than its own cost.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def in_pieces(
 ) -> Pieces[T]:
     """Return the results of a batch of ``count`` rows that cannot be read in columns as a whole.
 
-    The caller has made the first attempt, which has ``named`` the odd rows. These are read one by one, and the next
-    attempt reads the other rows with ``in_columns``, which may raise NotInColumns with positions in the rows that it
-    gets. If an attempt names no rows, ``otherwise`` reads all rows that are left. After the last attempt, the rows that
-    are left are read one by one.
+    The caller made the first attempt, and ``named`` contains the odd rows that this attempt found. The odd rows are
+    read one by one. The next attempt passes the other rows to ``in_columns``, which may raise NotInColumns with
+    positions within those rows. If an attempt names no rows, ``otherwise`` reads all remaining rows. After the last
+    attempt, the remaining rows are read one by one.
 
     Call this function outside the `except` block of the first attempt, so that the exception does not keep the whole
     batch in memory.
@@ -80,7 +80,7 @@ def refuse(odd: npt.NDArray[np.bool_]) -> None:
 
 @contextmanager
 def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
-    """Convert the positions in ``rows`` that NotInColumns names to batch positions. A slice selects all rows."""
+    """Convert positions in ``rows`` to batch positions if the body raises NotInColumns. A slice stands for all rows."""
     try:
         yield
     except NotInColumns as refused:
@@ -90,7 +90,7 @@ def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
 
 
 def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
-    """Return, for each row of a batch, its position in the concatenated pieces, or -1 if it is in none of them."""
+    """Return each batch row's position in the concatenated pieces, or -1 if the row is in none of them."""
     order = np.full(count, -1)
     begin = 0
     for rows, _ in pieces:
@@ -101,7 +101,7 @@ def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
 
 
 def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> list[T]:
-    """Merge the parts of a column, one per piece, into one column, with ``lacking`` for rows that are in no piece.
+    """Merge the parts of a column, one per piece, using ``lacking`` for rows that are in no piece.
 
     ``places`` is the result of `in_order`.
     """
@@ -110,19 +110,19 @@ def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> 
 
 
 def at_rows(rows: Sequence[int], column: Sequence[T]) -> Sequence[T]:
-    """Return a column's values in some rows, which must be in ascending order."""
+    """Return a column's values in the given rows, which must be in ascending order."""
     return column if len(rows) == len(column) else list(map(column.__getitem__, rows))
 
 
 def of_other_types(column: Sequence[object], usual: Collection[type]) -> set[int]:
-    """Return the rows in which the value of a column has a type that is not in ``usual``."""
+    """Return the rows whose value in a column has a type that is not in ``usual``."""
     if set(map(type, column)) <= set(usual):
         return set()
     return {row for row, value in enumerate(column) if type(value) not in usual}
 
 
 def texts_of(parts: Sequence[bytes]) -> list[str]:
-    """Decode a column of texts. Raises NotInColumns if any text is not UTF-8."""
+    """Decode a column of UTF-8 texts. Raises NotInColumns if any text is not UTF-8."""
     try:
         return list(map(bytes.decode, parts))
     except UnicodeDecodeError:
@@ -130,7 +130,7 @@ def texts_of(parts: Sequence[bytes]) -> list[str]:
 
 
 def is_utf8(text: bytes) -> bool:
-    """Tell whether bytes are valid UTF-8."""
+    """Return whether bytes are valid UTF-8."""
     if text.isascii():
         return True
     try:

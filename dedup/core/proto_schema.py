@@ -1,10 +1,9 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
-The parser keeps only the properties that determine the encoding of values, which are the fields, their types, and their
-presence. Imported files are not read. The parser knows the types in `_WELL_KNOWN`, and refuses all other imported
-types.
+The parser keeps only what determines how values are encoded: the fields, their types, and their presence. Imported
+files are not read. The parser knows the types in `_WELL_KNOWN`, and refuses all other imported types.
 
-Source: the language specifications of proto2 and proto3. The tests compare the parser with that of protoc 33.
+Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _parse(text: str) -> Message:
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
-    """Return the message type with the given indexes. Raises SchemaRefused if there is none or more than one."""
+    """Return the message type with the given indexes. Raises SchemaRefused unless there is exactly one."""
     found: Message | None = file
     for index in indexes:
         found = None if found is None else found.nested_at(index)
@@ -265,7 +264,7 @@ class _Parser:
         self._expect(";")
 
     def _defines(self, word: str, scope: str, nested: list[Message | None], depth: int) -> bool:
-        """Parse a statement that files and messages may contain. Return False if ``word`` begins another statement."""
+        """Parse a statement allowed in files and messages. Return False if ``word`` begins any other statement."""
         match word:
             case "message":
                 made = Message(_join(scope, self._take("name")))

@@ -1,9 +1,9 @@
 """Reads members of Protobuf values by path, from one value (`ProtobufReader.read`) or as columns from a batch.
 
 A value is the encoding of one message of a known type. `read` and `columns` skip the fields that are not requested.
-`ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged, it
-raises NotInColumns. The caller must then pass the rows that NotInColumns names to `ProtobufReader.read`, or all rows if
-it names none. Source: "Encoding" and "Field Presence" of protobuf.dev.
+`ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged,
+`columns` raises NotInColumns. The caller must then use `ProtobufReader.read` for the rows that the exception names, or
+for all rows if it names none. Source: "Encoding" and "Field Presence" of protobuf.dev.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def names_at(message: Message, path: Path) -> list[str]:
 def type_at(message: Message, path: Path) -> str | None:
     """Return the type at a path, or None if the message lacks the path.
 
-    If a repeated field, a map, or a group is on the path, the result is that kind, and the rest of the path is ignored.
+    If a repeated field, a map, or a group is on the path, the result is its kind, and the rest of the path is ignored.
     """
     found = fields_at(message, path)
     if found and found[-1].kind in {"repeated", "map", "group"}:
@@ -105,7 +105,7 @@ def type_at(message: Message, path: Path) -> str | None:
 
 @dataclass(slots=True)
 class _Step:
-    """The effects that one field of a message has on the slots of the result."""
+    """How one field of a message affects the slots of the result."""
 
     wire: int
     """The wire type of the field's values, or -1 for a repeated field, a map, or a group."""
@@ -139,8 +139,8 @@ class _Column:
 class ProtobufReader:
     """Reads the members at given paths, and the event time, from values of one message type.
 
-    With ``zeros``, an ID member that has no presence and was not sent is 0, false, or empty, provided that the message
-    that contains it was sent.
+    If ``zeros`` is true, an unsent ID member without presence counts as 0, false, or empty, provided that its enclosing
+    message was sent.
     """
 
     columnar: Final = True
@@ -209,7 +209,7 @@ class ProtobufReader:
         raise with_foreign_format(value, "not_protobuf", text)
 
     def fault(self, value: bytes, found: list[Leaf]) -> Damaged | Unreadable | None:
-        """Append the requested parts of a value to ``found``, and return the error if the value cannot be read."""
+        """Append the requested parts of a value to ``found``, and return an error if the value cannot be read."""
         cursor = _Cursor(self, value)
         try:
             cursor.walk(self.steps, len(value))
@@ -221,7 +221,7 @@ class ProtobufReader:
     def columns(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return one column per path, followed by the event times.
 
-        Raises NotInColumns if any value must be passed to `read`.
+        Raises NotInColumns if any value must be passed to `read` instead.
         """
         batch = _Batch(self, values)
         batch.walk_all(self.steps)
@@ -305,7 +305,7 @@ def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int]:
 
 
 class _Cursor:
-    """A position in one Protobuf value. `walk` advances the position past a message."""
+    """A read position in one Protobuf value. `walk` advances the position past a message."""
 
     def __init__(self, reader: ProtobufReader, value: bytes) -> None:
         self._value: Final = value

@@ -164,7 +164,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Return the nearest sighting, or the smallest of several equally close ones, so that all engines agree."""
+        """Return the nearest sighting (the smallest if several are equally close), so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:

@@ -178,8 +178,8 @@ class Part:
 class PartsRule:
     """The rule that several parts of the record, in a given order, together form the ID.
 
-    At least one part must have a value that is not null or empty. Objects and arrays are compared as canonical JSON.
-    Source: `deduplicateByKeyValue` of KIP-655, whose ID is the record's key and a member of the value.
+    At least one part must have a value that is neither null nor empty. Objects and arrays are compared as canonical
+    JSON. Source: `deduplicateByKeyValue` of KIP-655, whose ID is the record's key and a member of the value.
     """
 
     parts: tuple[Part, ...]
@@ -205,8 +205,8 @@ IdFunction = Callable[[bytes | None, bytes | None, Sequence[tuple[str, bytes | N
 class CodeRule:
     """The rule that a user's function returns the ID: a string, bytes, an integer, or None if there is no ID.
 
-    The function must depend only on its arguments. The name and the version identify what the function does: if it
-    starts to return different IDs, it needs a new version.
+    The function must depend only on its arguments. The name and the version identify what the function does: if the
+    function starts to return different IDs, it needs a new version.
     """
 
     name: str
@@ -298,7 +298,7 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the state key (at most 33 bytes) for an ID's canonical bytes. A state key is returned unchanged."""
+    """Return the state key (at most 33 bytes) for an ID's canonical bytes. A `StateKey` is returned unchanged."""
     if len(canonical) <= KEPT_BYTES or canonical[:1] == DIGEST:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
@@ -333,7 +333,7 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_instant(nanoseconds: int) -> bytes:
-    """Return the canonical bytes of an instant. Raises OverflowError outside the years 1 to 9999."""
+    """Return the canonical bytes of an instant. Raises OverflowError if it is outside the years 1 to 9999."""
     seconds, fraction = divmod(nanoseconds, 10**9)
     return encode_moment(seconds, f"{fraction:09}")
 
@@ -341,7 +341,7 @@ def encode_instant(nanoseconds: int) -> bytes:
 def encode_moment(seconds: int, fraction: str) -> bytes:
     """Return the canonical bytes of an instant, given whole seconds since 1970 UTC and the digits of the fraction.
 
-    Raises OverflowError if the instant is not in the years 1 to 9999.
+    Raises OverflowError if the instant is outside the years 1 to 9999.
     """
     digits = fraction.rstrip("0")
     text = (_EPOCH + timedelta(seconds=seconds)).isoformat() + (f".{digits}" if digits else "")
@@ -354,7 +354,7 @@ def encode_composite(parts: Sequence[bytes]) -> bytes:
 
 
 def encode_alternative(index: int, key: bytes) -> bytes:
-    """Return the canonical bytes of an ID from the alternative ``index``, given the state key of this ID."""
+    """Return the canonical bytes of an ID that comes from alternative ``index``, given the ID's state key."""
     return ALTERNATIVE + bytes((index,)) + key
 
 
@@ -373,7 +373,7 @@ _LONG_CHARS: Final = 1_000
 
 
 def _nfc(text: str) -> str:
-    """Return a string in NFC, in linear time.
+    """Normalize a string to NFC in linear time.
 
     `unicodedata.normalize` sorts each run of combining marks with an insertion sort, which would take minutes for a
     million marks. Therefore, the marks of long strings are decomposed and sorted beforehand (UAX #15, section 1.3).

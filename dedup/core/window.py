@@ -11,9 +11,9 @@ its event time ``t``, and on stream time ``s``, which the record itself may have
 
 A record exactly one guard period after a sighting is a new event. The retention is the guard period plus the grace, so
 every sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes
-the verdict independent of the moment at which old sightings are dropped.
+the verdict independent of when old sightings are dropped.
 
-The deduplication rule comes from KIP-655 (windowed distinct), but applies in both directions of time, as in the
+The deduplication rule comes from KIP-655 (windowed distinct), but applies both forward and backward in time, as in the
 window-store recipe for Kafka Streams.
 """
 
@@ -84,16 +84,16 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How long a sighting still counts after its end, in stream time, which is the guard period plus the grace."""
+        """How long, in stream time, a sighting counts after its end: the guard period plus the grace."""
         return self.guard_ms + self.grace_ms
 
     @property
     def segment_ms(self) -> int:
-        """The width of a segment, which is half of the retention, rounded up."""
+        """The width of a segment: half the retention, rounded up."""
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:
-        """Return the start of the segment that contains the sightings that end at ``last_ms``."""
+        """Return the start of the segment for sightings that end at ``last_ms``."""
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
@@ -121,7 +121,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting, extended to ``time_ms`` of a duplicate, but at most to ``first_ms + extend_at_most_ms``.
+        """Return the sighting, extended to a duplicate at ``time_ms``, but at most to ``first_ms + extend_at_most_ms``.
 
         A sighting that already ends later stays unchanged.
         """

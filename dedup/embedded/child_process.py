@@ -62,7 +62,7 @@ class ChildProcess:
         self.paused = True
 
     def resume(self) -> None:
-        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if the program is not running."""
+        """Resume a frozen program with SIGCONT. Raises InvariantBroken if the program is not running."""
         self._order(b"c")
         self.paused = False
 

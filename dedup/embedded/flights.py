@@ -34,7 +34,10 @@ class Flight:
 
 
 def flights(limit: int | None = None) -> Iterator[Flight]:
-    """Yield the first `limit` flights by scheduled hour. Raises PackageMissing if the data is not installed."""
+    """Yield the first `limit` flights, ordered by scheduled hour.
+
+    Raises PackageMissing if the data is not installed.
+    """
     path = data_file()
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")

@@ -40,8 +40,8 @@ def find_java(environ: Mapping[str, str]) -> Path:
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java installation that can start Spark, and return its directory.
 
-    The candidates are JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable
-    if no Java installation is suitable; the error says why each candidate is unsuitable.
+    The candidates are JAVA_HOME, `java` on PATH, and the directories where Linux packages usually install Java. Raises
+    BrokerUnavailable if no Java installation is suitable; the error says why each candidate is unsuitable.
     """
     # Resolve a link on PATH to find the directory that Spark needs. A link in JAVA_HOME need not be resolved.
     candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]

@@ -50,12 +50,12 @@ class Jar:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return the current user's directory for Kafka's jars, which may not exist yet."""
+    """Return the current user's directory for Kafka's jars. The directory may not exist yet."""
     return cache_root(environ) / f"kafka-{_KAFKA_VERSION}"
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the current user's directory for all downloads of dedup, which may not exist yet."""
+    """Return the current user's directory for everything that dedup downloads. The directory may not exist yet."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dedup"
 
@@ -104,11 +104,12 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
 
 
 def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callable[[Path, Path], None]) -> None:
-    """Fill ``directory`` with downloads, unless it is complete. Creates its parent directory if necessary.
+    """Fill ``directory`` with downloads, unless it is complete. Creates the parent directory if necessary.
 
-    If several processes call this function at once, one process downloads and the others wait. ``fetch`` gets a
-    directory for downloads and a new directory to fill, which then replaces ``directory``. If ``fetch`` raises an
-    error, the function raises it, too, and keeps nothing. Raises OSError if a directory cannot be written.
+    If several processes call this function at once, one process downloads and the others wait. ``fetch`` gets two
+    directories: one for downloads, and a new one to fill, which then replaces ``directory``. If ``fetch`` raises an
+    error, the function deletes the downloads and raises the same error. Raises OSError if a directory cannot be
+    written.
     """
     if is_complete():
         return
@@ -127,7 +128,7 @@ def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callab
 
 
 def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """Return a function that adds up the byte counts that it gets, and passes each sum so far to ``progress``."""
+    """Return a function that adds each byte count to a running total, and passes that total to ``progress``."""
     done_bytes = 0
 
     def add(more_bytes: int) -> None:

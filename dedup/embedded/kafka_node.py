@@ -1,4 +1,4 @@
-"""Runs a real Apache Kafka on this machine, as one KRaft node that is both broker and controller."""
+"""Runs a real Apache Kafka node on this machine; the node is both broker and controller (KRaft)."""
 
 from __future__ import annotations
 
@@ -92,9 +92,10 @@ class ProxiedListener:
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    The methods block and are not thread-safe. If `port` is 0, the node uses a free port. Without `data_dir`, it keeps
-    its data in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties`
-    override the default properties. Every method that starts the node raises BrokerUnavailable if the start fails.
+    The methods block and are not thread-safe. If `port` is 0, the node uses a free port. Without `data_dir`, the node
+    keeps its data in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy.
+    `properties` override the default properties. Every method that starts the node raises BrokerUnavailable if the
+    start fails.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class EmbeddedKafka:
 
     @property
     def bootstrap(self) -> str:
-        """The ``host:port`` for clients. It is known once the node has started, and stays the same after a restart."""
+        """The ``host:port`` for clients.
+
+        The address is known once the node has started, and stays the same after a restart.
+        """
         return f"{HOST}:{self._port(0)}"
 
     @property
@@ -270,7 +274,7 @@ class EmbeddedKafka:
 
 @dataclass(frozen=True, slots=True)
 class ClassArchive:
-    """The archive of Kafka's parsed and verified classes (JEP 350), which makes a node start twice as fast.
+    """An archive of Kafka's parsed and verified classes (JEP 350) that makes a node start twice as fast.
 
     Java writes the archive when a user's first node shuts down cleanly, which delays the shutdown by about 4 s. An
     archive is valid only for one Java version and one set of jars.
@@ -282,7 +286,7 @@ class ClassArchive:
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
-        """Return the class archive, which may not exist yet, for a Java executable and a directory of jars."""
+        """Return the class archive for a Java executable and a directory of jars. The archive may not exist yet."""
         # Java rejects an archive if the Java version or a jar has changed.
         digest, release = blake2b(digest_size=8), java.resolve().parents[1] / "release"
         digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
@@ -294,7 +298,7 @@ class ClassArchive:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The command-line options with which Java uses or creates the class archive."""
+        """The command-line options that make Java use or create the class archive."""
         silent = "-Xlog:cds=off,cds+dynamic=off"
         if self.made is None:
             return (f"-XX:SharedArchiveFile={self.file}", silent)

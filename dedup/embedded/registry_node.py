@@ -1,4 +1,4 @@
-"""Runs a real schema registry on this machine: Apicurio Registry, with Confluent's API and with schemas in memory."""
+"""Runs a real schema registry on this machine: Apicurio Registry with Confluent's API and in-memory schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOK_S: Final = 0.1
 
 
 class EmbeddedRegistry:
-    """A registry in its own process, which ends when this process ends for any reason.
+    """A schema registry in its own process, which ends when this process ends for any reason.
 
     A ``with`` block starts and stops the registry. The methods block and are not thread-safe. If ``port`` is 0, the
     registry uses a free port.
@@ -88,7 +88,7 @@ class EmbeddedRegistry:
             )
 
     def stop(self) -> None:
-        """Stop the registry, which deletes its schemas and its log."""
+        """Stop the registry, and delete its schemas and its log."""
         if self.process is not None:
             self.process.stop()
             self.process = None

@@ -61,7 +61,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Reports the caller's rights. Use it with ``async with``. Every method may raise BrokerUnavailable."""
+    """Reports the caller's rights. Use `Rights` with ``async with``. Every method can raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -101,8 +101,8 @@ class Rights:
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
         """Return the operations that the caller may perform on each topic, or None for a topic that does not exist.
 
-        If the caller may not describe a topic, the broker reports no operations for it. The result for such a topic
-        then contains only DescribeConfigs.
+        If the caller may not describe a topic, the broker reports no operations for that topic, and the result contains
+        only DescribeConfigs.
         """
         request = metadata_request(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)

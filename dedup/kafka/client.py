@@ -356,7 +356,7 @@ class KafkaWire:
         return _topics_in((await self._ask_any(metadata_request(names, UnparsedMetadataRequest_v10))).body)
 
     async def _ask_any(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a random broker. Raises NoAnswer if the broker does not respond quickly."""
+        """Send a request to a random broker. Raises NoAnswer if the broker does not respond within 2 s."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
@@ -371,7 +371,7 @@ class KafkaWire:
     async def known_everywhere(self, topic: str) -> bool:
         """Return whether every broker that responds knows a topic.
 
-        Brokers that do not respond are ignored, because a broker that restarts learns of the topic before it responds.
+        Brokers that do not respond are ignored, because a restarting broker learns of the topic before it responds.
         """
         for broker in self._client.cluster.brokers():
             try:
@@ -439,7 +439,7 @@ class KafkaWire:
     async def fetch_partitions(
         self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, most_bytes: int, lane: str
     ) -> tuple[int, list[FetchedPartition]]:
-        """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
+        """Fetch committed records from one broker. The broker fills its response in the order of ``wanted``.
 
         Returns the top-level error code and the partitions of the response. Raises NoAnswer if there is no response.
         """
@@ -497,7 +497,7 @@ class KafkaWire:
         return int(leader)
 
     async def _refuse_absent(self, topic: str) -> None:
-        """Raise StateIncompatible if a pinned topic has been missing from `_MOST_ABSENT` responses in a row.
+        """Raise StateIncompatible if a pinned topic has been missing from `_MOST_ABSENT` consecutive responses.
 
         A single response proves nothing, because a broker that is starting may not know the topic yet.
         """
@@ -552,7 +552,7 @@ class KafkaWire:
         await self._client.force_metadata_update()
 
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a broker over the connection of the given connection group.
+        """Send a request to a broker over the connection for the given connection group.
 
         Raises NoAnswer if the broker does not respond, and BrokerUnavailable if the broker's release is too old.
         """

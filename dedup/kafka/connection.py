@@ -90,7 +90,10 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """A reason why a broker cannot be used. The value is the text for the user, with placeholders for settings."""
+    """A reason why a broker cannot be used.
+
+    Each member's value is the message for the user, with placeholders for settings.
+    """
 
     NAME = "the host name is not known here. Correct `brokers`, or the name server"
     UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"

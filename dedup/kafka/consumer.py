@@ -61,7 +61,10 @@ class TopicCheck:
     def __init__(
         self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
     ) -> None:
-        """Only topics in ``may_grow`` may gain partitions. Errors about other topics end with ``after_growth``."""
+        """Only topics in ``may_grow`` may gain partitions.
+
+        Error messages about new partitions in other topics end with ``after_growth``.
+        """
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
@@ -244,7 +247,7 @@ class FeedFetcher:
         self._turn = 0
 
     def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
-        """Start reading a partition at an offset, and return a number that identifies this reading of the partition.
+        """Start reading a partition at an offset, and return a number that no other call returns.
 
         ``leader_epoch`` is the leader epoch of the record before the offset (KIP-320). Responses to earlier fetches of
         the partition are discarded.
@@ -425,7 +428,7 @@ class FeedFetcher:
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
-    """Return the records that a response contains for one partition, and advance the reading past them."""
+    """Return the records that a response contains for one partition, and advance the position past them."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:

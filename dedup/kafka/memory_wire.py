@@ -107,7 +107,10 @@ class _Coordinated:
 
 
 class MemoryWire:
-    """An in-memory cluster that implements `Wire` for a single client. ``now_ms`` is the clock of its brokers."""
+    """An in-memory cluster that implements `Wire` for a single client.
+
+    ``now_ms`` returns the brokers' current time.
+    """
 
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms: Final = now_ms

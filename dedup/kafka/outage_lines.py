@@ -79,14 +79,14 @@ class OutageLines:
         return f"a broker has not answered for {now_s - self._began_s:.0f} s, {count:,} more failures: {latest}"
 
     def look(self, now_s: float) -> str | None:
-        """End the outage and return its last line, or return None if a failure occurred within `OVER_AFTER_S`."""
+        """End the outage and return its last line, or return None if a failure is less than `OVER_AFTER_S` old."""
         if self._began_s is None or now_s - self._last_s < OVER_AFTER_S:
             return None
         away_s, self._began_s = self._last_s - self._began_s, None
         return f"the broker answers again, after {away_s:.0f} s and {self._unsaid:,} more failures"
 
     def over(self, now_s: float) -> None:
-        """End the outage without a line, because the log already says that nothing waits for a broker anymore."""
+        """End the outage without a line, because the log already says that nothing is waiting for a broker anymore."""
         self._began_s, self._over_s = None, now_s
 
 
@@ -102,7 +102,10 @@ class OutageFilter(logging.Filter):
         self._lines: Final = OutageLines()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. If `OutageLines` returns a line, the line replaces the record's text."""
+        """Return whether to log a record.
+
+        If `OutageLines` returns a line, that line replaces the text of the log record.
+        """
         ours = getattr(record, "outage", None)
         if ours == "back":
             self._lines.over(record.created)

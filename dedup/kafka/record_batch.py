@@ -66,7 +66,7 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """The batch size limit and the compression of a topic, according to the topic's configs."""
+    """A topic's batch size limit and compression, taken from the topic's configs."""
 
     batch_bytes: int
     """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
@@ -75,13 +75,13 @@ class Limit:
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
-        """Return the limits of a topic with the given configs, or None if `max.message.bytes` is missing."""
+        """Return the batch limits in a topic's configs, or None if `max.message.bytes` is missing."""
         most = configs.get("max.message.bytes")
         return None if most is None else cls(int(most), configs.get("compression.type", "producer"))
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The largest uncompressed size of a batch that fits the limit even if compression makes the batch larger."""
+        """The largest uncompressed batch size that fits the limit even if compression makes the batch larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
@@ -123,7 +123,7 @@ def seal(
 ) -> dict[TopicPartition, bytes]:
     """Return the bytes to send for batches of different partitions, and advance each partition's next sequence number.
 
-    ``sequences`` has no entry for a partition to which the producer epoch has not written yet.
+    ``sequences`` has no entry for a partition that the producer epoch has not written to yet.
     """
     sealed: dict[TopicPartition, bytes] = {}
     for batch in batches:

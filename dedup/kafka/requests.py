@@ -216,8 +216,8 @@ class OffsetFetchRequest_v7(OneVersion, RequestStruct):
     """Requests a group's committed offsets.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
-    `require_stable`, the offsets may be outdated, because a broker before Kafka 4 may respond to InitProducerId shortly
-    before it applies the offsets of the transaction that InitProducerId ended.
+    `require_stable`, the offsets may be outdated: before Kafka 4, a broker may respond to InitProducerId shortly before
+    it applies the offsets of the transaction that the request ended.
     """
 
     FLEXIBLE_VERSION = True

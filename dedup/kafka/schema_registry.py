@@ -122,8 +122,8 @@ class SchemaRegistry:
     def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
         """Return the text of a schema, or None if neither the exported schemas nor the registry contains the ID.
 
-        The text may be in another schema language, and then fails to parse. If the registry does not know the ID, the
-        client asks again; it waits at most ``unknown_s`` seconds for all unknown IDs together. Raises
+        Text in a schema language other than the expected one fails to parse. If the registry does not know the ID, the
+        client asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs. Raises
         RegistryUnavailable if the registry gives no usable answer for ``patience_s`` seconds.
         """
         if ref in self._found:
@@ -152,7 +152,7 @@ class SchemaRegistry:
         return found
 
     def unknown_since_s(self, ref: SchemaRef) -> float:
-        """Return the monotonic time when this process first learned that a schema is unknown, or infinity if never."""
+        """Return the monotonic time when this process first found a schema unknown, or infinity if it never did."""
         return self._unknown_since_s.get(ref, math.inf)
 
     def _note_unknown(self, ref: SchemaRef) -> None:
@@ -165,7 +165,7 @@ class SchemaRegistry:
         return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
 
     def export(self, subject: str, directory: Path) -> int:
-        """Write all versions of a subject to files that `of` can read, and return the number of versions.
+        """Write all versions of a subject to files for `SchemaRegistry.of` to read. Return the number of versions.
 
         Returns 0 if the registry does not know the subject. Raises RegistryUnavailable if the registry gives no usable
         answer, or OSError if a file cannot be written.
@@ -221,7 +221,7 @@ class SchemaRegistry:
         return text
 
     def _answer(self, url: str) -> object:
-        """Return a JSON response, or None after a 404 from the registry itself.
+        """Return the JSON response, or None if the registry itself responds with 404.
 
         Raises RegistryUnavailable for other errors.
         """
@@ -301,7 +301,7 @@ class SchemaResolver:
     """Looks up schemas in a registry before the records that need these schemas are judged."""
 
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
-        """A schema counts as unknown once the registry has not known it for ``wait_ms``."""
+        """A schema counts as unknown if the registry still lacks it after ``wait_ms``."""
         self.book: Final = SchemaBook()
         """The schemas found so far, or None for an unknown schema, which is looked up again when a record needs it."""
         self.away: str | None = None
@@ -313,12 +313,12 @@ class SchemaResolver:
 
     @property
     def awaited(self) -> list[SchemaRef]:
-        """The schemas for which records are waiting."""
+        """The schemas that records are waiting for."""
         return sorted(ref for ref in self._asking if ref not in self.book)
 
     @property
     def waiting(self) -> str | None:
-        """A sentence that says for which schema records are waiting and why, or None if no records are waiting."""
+        """A sentence that says which schema the records are waiting for and why, or None if no records are waiting."""
         if not self.awaited:
             return None
         return f"records wait for schema {named(self.awaited[0])}: {self.away or 'the registry does not know it yet'}"
@@ -395,9 +395,9 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
     """Return the topology with a `SchemaBook` that asks the configured schema registry for each schema on first use.
 
     If the registry gives no usable answer, the `SchemaBook` repeats the request for ``patience_s`` seconds. If
-    ``patience_s`` is not 0, it also repeats requests for unknown schemas, for as long as the setting `schema_wait`
-    says. A topology that needs no registry is returned unchanged. Raises SettingsError if a registry is needed but the
-    settings name neither a registry nor a directory of exported schemas.
+    ``patience_s`` is not 0, the `SchemaBook` also repeats requests for unknown schemas, for as long as the setting
+    `schema_wait` allows. A topology that needs no registry is returned unchanged. Raises SettingsError if a registry is
+    needed but the settings name neither a registry nor a directory of exported schemas.
     """
     if not topology.source.names_schemas:
         return topology

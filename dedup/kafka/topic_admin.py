@@ -66,7 +66,7 @@ class Topic:
 
     @property
     def limit(self) -> Limit | None:
-        """The topic's limits, or None if the principal may not read the topic's configs."""
+        """The topic's batch limits, or None if the principal may not read the topic's configs."""
         return Limit.of(self.configs)
 
 
@@ -81,7 +81,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use it with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use `Admin` with ``async with``, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -118,7 +118,10 @@ class Admin:
         return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Wait until the named topics exist, and return them. Raises BrokerUnavailable if a topic is still missing."""
+        """Wait until the named topics exist, and return them.
+
+        Raises BrokerUnavailable if a topic is still missing after `patience_ms`.
+        """
         wanted = set(names)
         deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
         while True:
@@ -276,7 +279,10 @@ class Group:
         )
 
     async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request, and repeat it until the coordinator is available. Repeating a request of `Group` is safe."""
+        """Send a request, and repeat it until the coordinator is available.
+
+        It is safe to repeat any request that `Group` sends.
+        """
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:

@@ -1,7 +1,7 @@
 """Implements transactional sessions, which make a transaction's records and offsets visible together or not at all.
 
-`open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end a transaction
-that they left open (KIP-98). Then the session sends these requests:
+`open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end any transaction
+that an older epoch left open (KIP-98). Then the session sends these requests:
 
     add(batches)        Produce, in the background
     prepare(offsets)    TxnOffsetCommit, and wait until every produce request has succeeded
@@ -154,7 +154,7 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
-        """Add batches to the current transaction. If sending them fails, `settle` and `prepare` raise the error.
+        """Add batches to the current transaction. If sending the batches fails, `settle` and `prepare` raise the error.
 
         If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
         """
@@ -250,7 +250,9 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     async def _answers(self, flight: Unanswered) -> Mapping[TopicPartition, Produced]:
-        """Return the responses to a produce request. Batches are sent again while the previous transaction is ending.
+        """Return the responses to a produce request.
+
+        Batches are sent again if the previous transaction is still ending.
 
         Only a transaction's first batch for a partition can arrive before the previous transaction has ended, and
         `_send_queue` sends no other batch until the broker has accepted this first batch.
@@ -293,7 +295,7 @@ class Session:
         return self._ends
 
     async def _sent(self) -> None:
-        """Wait until all added batches are sent, or until another caller drops the session."""
+        """Wait until all added batches are sent, or until another caller calls `drop`."""
         if self._queue:
             self._send()
         sender = self._sender
@@ -374,7 +376,10 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the open transaction. The broker aborts it when it times out or when the next owner calls `open`."""
+        """Forget the open transaction.
+
+        The broker aborts the transaction after its timeout or when the next owner calls `open`.
+        """
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)

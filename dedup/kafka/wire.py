@@ -1,8 +1,9 @@
 """Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
-`client.KafkaWire` implements the interface for real brokers, `memory_wire.MemoryWire` for a cluster in memory, and the
-simulator's log for tests. Each method sends its request once and returns the error code of the response. If a request
-gets no response, the method raises `NoAnswer`, and it is unknown whether the request took effect.
+Three classes implement the interface: `client.KafkaWire` for real brokers, `memory_wire.MemoryWire` for an in-memory
+cluster, and the simulator's log for tests. Each method sends its request once and returns the error code of the
+response. If a request gets no response, the method raises `NoAnswer`, and it is unknown whether the request took
+effect.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Fetched:
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The committed records as objects, which are created at each access."""
+        """The committed records as objects, which are created anew on each access."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -115,7 +116,7 @@ class CommittedOffset:
 
 
 class Wire(Protocol):
-    """A Kafka cluster. Every method that sends a request may raise NoAnswer."""
+    """A Kafka cluster. Every method that sends a request can raise NoAnswer."""
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
         """Start a new epoch of the transactional ID, which fences older epochs and ends their open transaction."""
@@ -125,7 +126,7 @@ class Wire(Protocol):
     ) -> dict[TopicPartition, int]:
         """Add partitions to the open transaction, and return an error code for each partition.
 
-        A session whose identity is implicit does not send this request.
+        A session with an implicit identity (transactions of version 2) does not send this request.
         """
 
     async def produce(
@@ -133,16 +134,16 @@ class Wire(Protocol):
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """Write one batch to each of several partitions. Every in-sync replica must acknowledge the batches.
 
-        If the identity is implicit, the broker first adds the partitions to the transaction. Error 51 (the previous
-        transaction is still ending) means that the batch was not appended and must be sent again. `produce` returns an
-        awaitable as soon as the request is sent, so that later requests can be sent in order without waiting for the
-        response.
+        If the identity is implicit (transactions of version 2), the broker first adds the partitions to the
+        transaction. Error 51 (the previous transaction is still ending) means that the batch was not appended and must
+        be sent again. `produce` returns an awaitable as soon as the request is sent, so that later requests can be sent
+        in order without waiting for the response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
         """Add a group's offsets to the open transaction, and return an error code.
 
-        A session whose identity is implicit does not send this request.
+        A session with an implicit identity (transactions of version 2) does not send this request.
         """
 
     async def commit_offsets(
@@ -163,16 +164,19 @@ class Wire(Protocol):
         """
 
     async def limit(self, target: TopicPartition) -> Limit | None:
-        """Return the current limits of a partition's topic, or None if the principal may not read its configs."""
+        """Return the current batch limits of a topic, or None if the principal may not read the topic's configs."""
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
         """Read the start and the high watermark of a partition from its leader."""
 
     async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
-        """Return the first offset whose record has a timestamp of at least ``time_ms``, or None if there is none."""
+        """Return the offset of the first record at or after ``time_ms``, or None if there is no such record."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic's state or an error code from one broker. The request does not create missing topics."""
+        """Return each topic's state, or an error code, as reported by one broker.
+
+        The request does not create missing topics.
+        """
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""

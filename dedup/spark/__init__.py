@@ -1,7 +1,7 @@
 """Provides deduplication on Spark.
 
 `dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. `dedup.spark`
-imports a function when it is first used, so that executors load only the modules that they need.
+imports each function on first use, so that executors load only the modules they need.
 """
 
 from __future__ import annotations

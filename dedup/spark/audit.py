@@ -7,8 +7,8 @@ occurs less often than expected counts as lost, a record that occurs more often 
 record counts as a phantom. If the topics no longer contain the records that would prove a verdict, the audit counts the
 judged record as not provable, never as correct.
 
-A finding is a row with a kind, a place, a text, and a number of records. The kind is `not_provable` or one of
-`verify.report.MEANINGS`.
+Each finding is a row with the columns `kind`, `place`, `text`, and `number` (the number of records). `kind` is
+`not_provable` or one of `verify.report.MEANINGS`.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def audit(
     """Check every record in the topology's topics without writing to Kafka, and return the report.
 
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
-    source partition to the offset where the fleet began; it is required if the topology says `start: latest` and
-    neither a seed nor `dedup reset` recorded the offset. Raises StateIncompatible if there is nothing to audit or if
-    retention deletes records during the audit. Raises SettingsError if the offsets where the fleet began are unknown,
-    and BrokerUnavailable if no broker responds.
+    source partition to the fleet's start offset. ``begins`` is required if the topology sets `start: latest` and
+    neither a seed nor `dedup reset` recorded the start offsets. Raises StateIncompatible if there is nothing to audit
+    or if retention deletes records during the audit. Raises SettingsError if the fleet's start offsets are unknown, and
+    BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -148,8 +148,8 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Report each partition where the number of records read differs from the number that ended as unique, duplicate,
-    late, or dead letter.
+    """Report each partition in which the number of records read differs from the total number of unique, duplicate,
+    late, and dead-letter records.
     """
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
@@ -194,12 +194,12 @@ def _claim(where: Column | str, place: Column, kind: str, text: Column | str, nu
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Return the findings of all ``claims`` (columns that `_claim` returned), computed in one pass over the rows."""
+    """Evaluate all ``claims`` (columns that `_claim` returned) in one pass over the rows, and return the findings."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
 def _if_provable(provable: bool, kind: str, text: Column | str, why_not: str) -> tuple[str, Column | str]:  # noqa: FBT001
-    """Return ``kind`` with ``text`` if ``provable`` is true; otherwise, return `not_provable` with ``why_not``."""
+    """Return ``kind`` and ``text`` if ``provable`` is true; otherwise, return `not_provable` and ``why_not``."""
     return (kind, text) if provable else (_NOT_PROVABLE, why_not)
 
 
@@ -212,7 +212,7 @@ def _place(topic: str, partition: str, offset: str) -> Column:
 
 
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield findings about single records: unprovable verdicts, and errors in the late and dead-letter topics."""
+    """Yield findings about individual records: unprovable verdicts, and errors in the late and dead-letter topics."""
     live, here = "NOT pending AND NOT history", _shown("source")
     # Only the broker, a worker's clock, or the registry can explain a dead letter with one of these three reasons.
     refused, by_clock, unknown = (
@@ -243,7 +243,7 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
 
 
 def _side_claims(cut: AuditCut, topic: str, verdict: str) -> Iterator[Column]:
-    """Yield the claims about a side topic: wrong records, missing records, and records that have no source record."""
+    """Yield the claims that find wrong and missing records in a side topic, and records without a source record."""
     here, there, times = _shown("source"), _shown(f"{verdict}.place"), f"coalesce(times_{verdict}, 0)"
     again = fn.format_string("source record %s occurs more than once", here)
     yield _claim(f"{times} > 1", there, "duplicated", again, f"{times} - 1")
@@ -291,10 +291,10 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each combination of `topic`, `scope` (the part of the topic that may contain the digest),
-    and `digest`. `sure` counts records that must be in the topic, and `may` counts records that may or may not be
-    there. `times` counts records that were found in the topic, and `originals` counts expected records whose verdict is
+    and `digest`. `sure` counts records that must be in the topic, and `may` counts records that are allowed but not
+    required there. `times` counts records found in the topic, and `originals` counts expected records whose verdict is
     unique, duplicate, or conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and
-    `partition` and `offset` locate a record that was found in the topic.
+    `partition` and `offset` locate a record found in the topic.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
@@ -339,8 +339,8 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield the digests that are expected in the repartition topic and the digests that were found there; each digest
-    is followed by the position of the source record.
+    """Yield the digests that are expected in the repartition topic and the digests found there, each followed by the
+    source record's position.
     """
     topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
     for name in cut.topology.source.topics:
@@ -392,7 +392,7 @@ def _digest_claims(cut: AuditCut) -> Iterator[Column]:
 def _differences(
     topic: str, here: Column, lost: tuple[str, Column | str], *extra: tuple[str, Column | str]
 ) -> Iterator[Column]:
-    """Yield the claims about a topic's missing records and, if ``extra`` is given, about its repeated and unexpected
+    """Yield the claims that find a topic's missing records and, if ``extra`` is given, repeated and unexpected
     records.
     """
     is_it, missing, more = f"topic = '{topic}'", "sure - times", "times - sure - may"
@@ -403,7 +403,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return the findings about output records that are out of log order, checking only records that occur once."""
+    """Return a finding for each output record that is out of log order; check only records that occur once."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

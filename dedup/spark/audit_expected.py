@@ -39,10 +39,9 @@ _DIGITS: Final = 32
 
 
 class AuditCut:
-    """The offsets that an audit reads in each partition, and the records that the fleet judged.
+    """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, and SettingsError if the offsets where the fleet began are
-    unknown.
+    Raises StateIncompatible if there is nothing to audit, and SettingsError if the fleet's start offsets are unknown.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class AuditCut:
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records that the audit reads from a topic; ``begins`` may set a higher first offset for
+        """Return the committed records that the audit reads from a topic; ``begins`` can set a higher first offset for
         a partition.
         """
         if not self.bounds[topic]:
@@ -180,7 +179,7 @@ class AuditCut:
 
     def _before_the_log(self, history: History) -> DataFrame:
         """Return the historical records before the fleet's first offset. Records without offsets get negative offsets,
-        in the order of their event times.
+        in event-time order.
         """
         topology, topic = self.topology, self.log_topic
         if history.placed:
@@ -195,10 +194,10 @@ class AuditCut:
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
-        """Return a seed's history without the records that `dedup spark seed` rejected for future event times.
+        """Return a seed's history without the records that `dedup spark seed` rejected because of future event times.
 
-        An audit judges records without a limit for future times, so a single rejected record would advance stream time
-        and make later records late.
+        An audit accepts any future event time, so a single record that the seed rejected would advance stream time and
+        make later records late.
         """
         if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
             return history
@@ -208,7 +207,7 @@ class AuditCut:
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
-    """Return a column with the value that ``values`` has for ``key``, or 0 if ``values`` lacks the key."""
+    """Return a column with the value of ``key`` in ``values``, or 0 if ``values`` lacks the key."""
     if not values:
         return fn.lit(0)
     mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
@@ -226,8 +225,8 @@ def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a 128-bit digest of a record's key, value, headers, and timestamp; null and empty values have different
     digests.
 
-    The digest is a truncated SHA-256 hash. With a fast checksum, an attacker could construct a collision to hide a
-    change.
+    The digest is a truncated SHA-256 hash. With a fast checksum instead, an attacker could hide a change by
+    constructing a collision.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -248,8 +247,8 @@ def _last_header(name: str) -> Column:
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
     """Return the records of a side topic with their reasons, and with the position and a digest of each source record.
 
-    If a record's headers do not name a record of the source topics, `topic` is null, and `source` is the record's own
-    position. If a record contains a digest instead of the original value, `stand_in` is that digest.
+    If a record's headers do not name a source record, `topic` is null, and `source` is the record's own position. If a
+    record contains a digest instead of the original value, `stand_in` is that digest.
     """
     replaced, named = _last_header(evidence.DIGEST_HEADER), _last_header(evidence.SOURCE_HEADER)
     own = fn.size("headers") - len(_TAILS[side]) - replaced.isNotNull().cast("int")
@@ -314,17 +313,18 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 
 
 def expected(cut: AuditCut, sides: Sides) -> DataFrame:
-    """Return every record of the log with its verdict, its expected digests, and its copies in side topics.
+    """Return every record in the log with its verdict, its expected digests, and its copies in side topics.
 
-    Some dead letters can be explained only by the broker, a worker's clock, or the schema registry. Such dead letters
-    left no sighting and did not advance stream time, so they are not judged with the other records. The columns include
-    `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream time before the record), `task`, `at`
-    (the offset in the log), and the columns of `Sides.records`. `pending` is true if the fleet might not have judged
-    the record yet. `history` is true if the record is before the fleet's first offset. `doubtful` is true if another
-    verdict is possible. `fault` is the dead-letter reason that follows from the record's content, and `forwards` is
-    true if the fleet forwards records with this verdict. `raw`, `out`, and `copy` are the record's digests in the
-    source topic, in the output topic, and in the topic for duplicates or conflicts. A record in a side topic that names
-    no record of the log gets a separate row, in which `verdict` is null.
+    For some dead letters, the reason depends on the broker, a worker's clock, or the schema registry, and not on the
+    record. These dead letters left no sighting and did not advance stream time, so the audit excludes them when it
+    judges the log. The columns include `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream
+    time before the record), `task`, `at` (the offset in the log), and the columns of `Sides.records`. `pending` is true
+    if the fleet might not have judged the record yet. `history` is true if the record precedes the fleet's first
+    offset. `doubtful` is true if another verdict is possible. `fault` is the dead-letter reason that follows from the
+    record's content, and `forwards` is true if the fleet forwards records with this verdict. `raw`, `out`, and `copy`
+    are the record's digests in the source topic, in the output topic, and in the topic for duplicates or conflicts. If
+    a side-topic record does not name a record of the log, the side-topic record gets a separate row with a null
+    `verdict`.
     """
     topology, records, contiguous = cut.topology, cut.log, cut.contiguous
     if sides.refused_number:
@@ -379,12 +379,12 @@ def _digests(cut: AuditCut) -> list[Column]:
 
 
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
-    """Return the rows with the additional columns `before_ms` (null if it is not needed) and `doubtful`.
+    """Add the columns `before_ms` (null if not needed) and `doubtful` to the rows.
 
-    If the beginning of a log was deleted, any ID may have occurred in the deleted part. A sighting from the deleted
-    part is at most as new as the stream time of the first remaining record that was not late, plus the grace. If an ID
-    occurs while such a sighting may not have expired yet, the audit doubts the verdicts on that record and on all later
-    records with the ID.
+    If the beginning of a log was deleted, any ID might have occurred in the deleted part. No sighting in the deleted
+    part is newer than the grace plus the stream time of the first remaining on-time record. If a record's ID could have
+    an unexpired sighting in the deleted part, the audit doubts the verdicts on this record and on all later records
+    with the same ID.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

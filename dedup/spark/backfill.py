@@ -3,7 +3,7 @@
 Each attempt at a run writes to its own directory, whose name begins with an underscore so that Spark ignores it. The
 job then renames the directory, which publishes all verdicts of the run at once. On object stores, where a rename is not
 atomic, the job publishes the run by writing a manifest that lists the attempt's files (`manifest`). If a run is killed,
-the next attempt starts from the beginning, but uses the clock time of the first attempt.
+the next attempt starts from the beginning, but uses the first attempt's clock time.
 
 On a local file system, the tasks that judge records also write the Parquet files themselves, with Arrow. Each task
 attempt uses its own file names, and the driver publishes only the files that successful tasks report.
@@ -82,15 +82,15 @@ def backfill(
     fmt: OutputFormat = "parquet",
     say: Callable[[str], None] = print,
 ) -> RunReport:
-    """Publish the verdict on every record of the history under ``path`` exactly once, and return the report.
+    """Publish the verdict on every record in the history under ``path`` exactly once, and return the report.
 
-    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `columns.RECORDS` in
-    which either all rows or no rows have offsets. The files have the columns of `batch_verdicts.judged`, and are
-    partitioned by verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is
-    not written again. ``now_ms`` is the clock time in ms that decides which event times are in the future (by default,
-    now).
+    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame with the schema
+    `columns.RECORDS` in which either all rows or no rows have offsets. The files have the columns of
+    `batch_verdicts.judged`, and are partitioned by verdict. All verdicts are published together, under ``run=<run>``; a
+    run that is already published is not written again. ``now_ms`` is the clock time in ms that the job uses to detect
+    future event times (default: the current time).
 
-    Raises StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or
+    Raises StateIncompatible if an earlier run with this name had a different input or topology, if rows are repeated or
     belong to other topics, or if retention deleted records while the job was reading them. Raises RecordFailed if the
     policy `fail` applies to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or
     an invalid run name. `backfill` raises all of these errors before it publishes any verdict.
@@ -143,9 +143,10 @@ class RunDirectory:
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report if the run was published; otherwise, return the clock time in ms that the run must use.
+        """Return the report if the run has been published; otherwise, return the clock time in ms that the run must
+        use.
 
-        Raises StateIncompatible if a run with this name was started with another input, topology, or order.
+        Raises StateIncompatible if a run with this name was started with a different input, topology, or order.
         """
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:

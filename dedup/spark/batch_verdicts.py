@@ -1,17 +1,17 @@
-"""Judges a complete table of records, and gives each row the verdict that a worker would give it.
+"""Judges a complete table of records; each row gets the verdict that a worker would give it.
 
 A verdict depends on the earlier sightings of the record's ID and on stream time. The map side of the job computes the
 stream time of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts
 and judges them (`reduce_side`, `columnar_fold`). The order in which records are judged depends on the input:
 
-* In a direct topology, the records of each source partition are judged in the order of offsets, as in a worker.
-* If the input is the repartition topic, the records of each of its partitions are judged in the order of offsets, as in
-  a worker.
+* In a direct topology, the records in each source partition are judged in offset order, as in a worker.
+* If the input is the repartition topic, the records in each of its partitions are judged in offset order, as in a
+  worker.
 * If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
-  the records. Such records are judged in the order of the running maximum of event time in their source partition, and
-  then in the order of topic, partition, and offset.
-* Rows without offsets are judged in the order of event time, and rows with equal event times in the order of a digest
-  of key, value, headers, and timestamp. No row without an offset is late.
+  the records. Such records are sorted for judging by the running maximum of event time in their source partition, and
+  then by topic, partition, and offset.
+* Rows without offsets are judged in event-time order; rows with equal event times are ordered by a digest of key,
+  value, headers, and timestamp. A row without an offset is never late.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Judging:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """The records of a judging job after its shuffle; the reduce side has not judged them yet."""
+    """A judging job's records after the shuffle, before the reduce side judges them."""
 
     packed: DataFrame
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
@@ -92,18 +92,18 @@ def judged(
 ) -> DataFrame:
     """Return the records with the columns `reduce_side.JUDGED` appended, in no particular order.
 
-    ``df`` has the columns of `columns.RECORDS`, and may have others. If the topology has `event_time: arrival`, ``df``
-    must come from `columns.as_records` with ``by_arrival``. `verdict` is unique, duplicate, conflict, late,
-    dead_letter, or exempt. The topology forwards exempt records without judging them; their reason is missing_id or
-    tombstone. A conflict that the policy `on_conflict: forward` forwards has the verdict unique and the reason
+    ``df`` must have the columns of `columns.RECORDS` and can have other columns. If the topology has `event_time:
+    arrival`, ``df`` must come from `columns.as_records` with ``by_arrival``. `verdict` is unique, duplicate, conflict,
+    late, dead_letter, or exempt. The topology forwards exempt records without judging them; their reason is missing_id
+    or tombstone. A conflict that is forwarded because of `on_conflict: forward` has the verdict unique and the reason
     conflict.
 
-    ``now_ms`` is the clock time in ms that decides which event times are in the future. Set ``contiguous`` to true to
-    save a sort if ``df`` is already in log order, as from Spark's Kafka source: the offsets of each Kafka partition
-    must ascend within each Spark partition, and no two Spark partitions may overlap. The job checks this order while it
-    runs. ``feeds`` lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError if
-    ``df`` lacks a required column, and SettingsError for unusable Spark settings. When the result is computed, the job
-    raises the errors that `backfill.backfill` lists.
+    ``now_ms`` is the clock time in ms that the job uses to detect future event times. Set ``contiguous`` to true to
+    save a sort if ``df`` is already in log order, as it is when read from Spark's Kafka source. Log order means that
+    each Kafka partition's offsets ascend within a Spark partition, and that no two Spark partitions have overlapping
+    offset ranges. The job checks the log order while it runs. ``feeds`` lists all source partitions if ``df`` is read
+    from the repartition topic. Raises TopologyError if ``df`` lacks a required column, and SettingsError for unusable
+    Spark settings. When the result is computed, the job raises the errors that `backfill.backfill` lists.
     """
     placed = order == "offsets"
     history = History(df, placed, contiguous, identity="", place="", feeds=tuple(feeds), by_arrival=True)
@@ -141,11 +141,11 @@ def shuffled(
     ends: LogEnds | None = None,
     layers: Mapping[int, DataFrame] | None = None,
 ) -> Shuffled:
-    """Return the shuffled records of a history, which the reduce side has not judged yet.
+    """Return a history's records after the shuffle, before the reduce side judges them.
 
     If ``ends`` is given, the job continues where earlier jobs ended; only the modes ``direct`` and ``event_time``
-    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`), by the number of
-    buckets into which those jobs divided their sightings.
+    support ``ends``. ``layers`` contains the sightings of earlier jobs (rows of `sightings.LAYER`), keyed by the number
+    of buckets into which the earlier jobs divided their sightings.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -210,8 +210,8 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Count the records by verdict, and dead letters, exempt records, and late records also by cause; if there are any
-    of these, Spark reads ``verdicts`` twice.
+    """Count the records by verdict, and dead letters, exempt records, and late records also by cause. If there are
+    causes to count, Spark reads ``verdicts`` a second time.
     """
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
@@ -227,8 +227,8 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records in the history. Raises InvariantBroken if the verdict counts do not add up to this
-    number.
+    """Return the number of records in the history. Raises InvariantBroken if the verdict counts do not add up to the
+    number of records.
     """
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
@@ -290,9 +290,9 @@ def refuse_other_shape(df: DataFrame) -> None:
 
 
 def history_of(df: DataFrame, *, identified: bool) -> History:
-    """Return a DataFrame of `columns.RECORDS` as a history, identified by the number of its rows.
+    """Return a DataFrame with the schema `columns.RECORDS` as a history that is identified by its row count.
 
-    If ``identified`` is true, the history's identity also contains a digest of all rows; to compute it, Spark reads all
+    If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
     columns. Raises SettingsError if only some rows have offsets.
     """
     refuse_other_shape(df)
@@ -321,7 +321,7 @@ def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks and the number of rows in a batch that Spark passes to Python."""
+    """Return the number of reduce tasks and the maximum number of rows per batch that Spark passes to Python."""
     reducers = shuffle_partitions(spark)
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []

@@ -1,7 +1,7 @@
 """Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
 
-NumPy operations on whole columns handle the simple cases: IDs that occur once, and IDs whose rows all repeat their
-first row or their only known sighting. The worker's code (`core.fold`) judges all other IDs.
+NumPy operations on whole columns handle the simple cases: an ID that occurs once, and an ID whose rows all repeat its
+first row or its only known sighting. The worker's code (`core.fold`) judges all other IDs.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge the IDs whose rows all repeat their first row or their only known sighting, and return a mask of the IDs
-    that still have to be judged.
+    """Judge each ID whose rows all repeat its first row or its only known sighting, and return a mask of the IDs that
+    still have to be judged.
     """
     window, count = rules.window, len(rows.times_ms)
     sightings = groups.known_to - groups.known_from
@@ -182,7 +182,7 @@ def _judge_chunk(
     earlier: Mapping[int, Sightings],
     decided: Decided,
 ) -> Sightings:
-    """Judge the rows of a few IDs, given their ``earlier`` sightings, and return the sightings of the last ID."""
+    """Judge the rows of a few IDs with the IDs' ``earlier`` sightings, and return the sightings of the last ID."""
     names = [b"%d" % group for group in groups.tolist()]
     times_ms, stream_times = rows.times_ms[chunk].tolist(), rows.stream_ms[chunk].tolist()
     fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()

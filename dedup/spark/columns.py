@@ -89,9 +89,9 @@ def as_records(
 
     The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
     `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    If ``by_arrival`` is true, the column `timestampType` is also required, and a job fails if it reads a row in which
-    this column is not 1. Raises TopologyError with a list of the columns that are missing or have an unsupported type;
-    ``place`` is the DataFrame's name in the error.
+    If ``by_arrival`` is true, the column `timestampType` is also required, and the job fails at any row in which
+    `timestampType` is not 1. Raises TopologyError with a list of the columns that are missing or have an unsupported
+    type; ``place`` is the DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES if name != _KIND or by_arrival) if text]
     if by_arrival and _KIND not in df.columns:
@@ -119,8 +119,8 @@ def as_records(
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers` with an empty array in place of each null, or in every row if ``df`` has no such
-    column.
+    """Return the column `headers` with each null replaced by an empty array. If ``df`` has no such column, every row
+    gets an empty array.
 
     Spark 4.0 needs 16 µs to pass a null array to Python, but only 1 µs to pass an empty array (bench/README.md).
     """
@@ -200,8 +200,8 @@ def binary_column(column: pa.Array) -> list[bytes | None]:
 
 
 def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noqa: ANN401  # pyarrow's has no useful type
-    """Return each record's headers (an empty list for null), and the indexes of rows with a header name that is not
-    UTF-8.
+    """Return each record's headers (an empty list for null), and the indexes of rows that have a non-UTF-8 header
+    name.
     """
     flat = column.flatten()
     if len(flat) == 0:
@@ -223,7 +223,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
     """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two 64-bit numbers.
 
-    Records without offsets that have the same ID and event time are judged in the order of their digests.
+    Records that have no offsets and share an ID and event time are judged in the order of their digests.
     """
     columns = zip(
         binary_column(records.column("key")),
@@ -243,7 +243,9 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Append the columns `IDENTIFIED` to ``df``, which has the columns of `columns.RECORDS` and may have others."""
+    """Append the columns `IDENTIFIED` to ``df``, which must have the columns of `columns.RECORDS` and can have other
+    columns.
+    """
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -281,7 +283,7 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
 
 
 def integers_of(rows: pa.RecordBatch | pa.Table, name: str, missing: int = -1) -> npt.NDArray[np.int64]:
-    """Return a column as integers, with ``missing`` for null."""
+    """Return a column as integers, with nulls replaced by ``missing``."""
     column = rows.column(name)
     return np.asarray(column.fill_null(missing) if column.null_count else column, np.int64)
 

@@ -63,11 +63,11 @@ def dedup(
     time), and `dedup_stream_time`. For a row that repeats a sighting, the columns `dedup_first_seen`,
     `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset` contain the time and position of that
     sighting. The default ``order`` is "offsets" if ``shape`` is "kafka" and ``df`` has topic, partition, and offset;
-    otherwise, it is "event_time". ``now_ms`` is the clock time in ms that decides which event times are in the future
-    (by default, the time of the call). ``settings`` contains the address of the schema registry, and is needed only if
+    otherwise, it is "event_time". ``now_ms`` is the clock time in ms that the job uses to detect future event times
+    (default: the time of the call). ``settings`` contains the address of the schema registry, and is needed only if
     values name their schemas.
 
-    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice, or a
+    Raises SettingsError for a streaming DataFrame, an unknown ``shape`` or ``order``, a duplicate column name, or a
     column with the name of an added column. Also raises SettingsError if the topology or the order needs columns that
     ``df`` lacks. Raises TopologyError for a column of an unsupported type or an invalid topology file. When the result
     is computed, the job raises the errors that `backfill.backfill` lists.

@@ -71,7 +71,7 @@ _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """Raised for a file that cannot be read to its end; the user sees a SettingsError (`session.translated_errors`)."""
+    """Raised if a file cannot be read completely; the user sees a SettingsError (`session.translated_errors`)."""
 
 
 class LogSplits(NamedTuple):
@@ -101,7 +101,7 @@ class InputSplits:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, with what is known about their origin, size, and order."""
+    """Records to judge, and information about their origin, size, and order."""
 
     records: DataFrame
     """Rows with the columns of `columns.RECORDS`, and with any columns that file paths contain."""
@@ -140,14 +140,14 @@ def read_files(
 ) -> History:
     """Return the records in files, directories, or tables as a `History`.
 
-    A path may be the directory of a `backfill` run or a directory inside it, even if the run was published with a
-    manifest (`manifest.files_of_runs`). A Delta or Iceberg table is pinned to its latest version, so that later writes
-    do not change the result. If ``rows_are_events`` is true, each row of the table becomes an event (JSON without the
-    null columns), and the table needs no column `value`. If ``base`` is given, ``paths`` are files below this
-    directory, whose subdirectories (such as `day=2026-01-31/`) become columns. If ``by_arrival`` is true, every row
-    must show that the broker set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files
-    that are damaged or whose schema differs from that of the first file. Raises TopologyError for columns that are
-    missing or have the wrong type.
+    A path can be the directory of a `backfill` run or a directory inside this directory, even if the run was published
+    with a manifest (`manifest.files_of_runs`). The function pins a Delta or Iceberg table to the latest version, so
+    that later writes do not change the result. If ``rows_are_events`` is true, each row of the table becomes an event
+    (JSON without the null columns), and the table needs no column `value`. If ``base`` is given, ``paths`` must be
+    files below the directory ``base``, and its subdirectories (such as `day=2026-01-31/`) become columns. If
+    ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`). Raises
+    SettingsError with a list of all files that are damaged or whose schema differs from that of the first file. Raises
+    TopologyError if a required column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -167,9 +167,9 @@ def read_files(
 def read_table(
     table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False, by_arrival: bool = False
 ) -> History:
-    """Return the records of a table, with an identity that depends on the files of the table.
+    """Return the records of a table; their identity is computed from the table's files.
 
-    Raises TopologyError for columns of the table that are missing or have the wrong type.
+    Raises TopologyError if a required column is missing or a column has the wrong type.
     """
     return _history(_of_files(table, []), fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
 
@@ -261,8 +261,8 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
-    """Return the files as a table. Raises SettingsError if a directory of JSON files (``topic=a/``) has the name of a
-    record column.
+    """Return the content of the files as a table. Raises SettingsError if JSON files are in a partition directory (such
+    as ``topic=a/``) named after a record column.
     """
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
@@ -284,7 +284,9 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the columns differ."""
+    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the files have different
+    columns.
+    """
     # Spark would fill in nulls for a column that a file lacks; a null would become a tombstone or a missing time.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
@@ -323,7 +325,7 @@ def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
 
 
 def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
-    """Return the table with an identity that is computed from its files' names, sizes, and modification times."""
+    """Return the table with an identity computed from the names, sizes, and modification times of its files."""
     spark = table.sparkSession
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
@@ -357,8 +359,8 @@ class _LogOrder:
 
 
 def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> _LogOrder:
-    """Determine from the coordinates of all rows whether they are in log order. Raises SettingsError if only some rows
-    have topic, partition, and offset.
+    """Determine from the coordinates of all rows whether the rows are in log order. Raises SettingsError if only some
+    rows have topic, partition, and offset.
     """
     frame, look = records.select(*COORDINATES), _offset_runs
     if splits is not None:
@@ -394,7 +396,7 @@ def _united(parts: Sequence[pa.Table]) -> pa.Table:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one JSON report with the rows of `_FOUND` and, if the input is in log order, the runs of ascending
+    """Yield one JSON report that contains the rows of `_FOUND` and, if the input is in log order, the runs of ascending
     offsets.
     """
     runs = OffsetRuns()
@@ -504,7 +506,7 @@ def _input_splits(table: DataFrame) -> InputSplits | None:
 
 
 class _GroupPlace(NamedTuple):
-    """The position of a row group in the log of its Kafka partition."""
+    """A row group's position in the log of its Kafka partition."""
 
     topic: str
     partition: int
@@ -514,8 +516,8 @@ class _GroupPlace(NamedTuple):
 
 
 def _place_of(group: pq.RowGroupMetaData, name: tuple[str, int]) -> _GroupPlace | None:
-    """Return the place of a row group according to its statistics, or None if the statistics do not determine a
-    place.
+    """Return a row group's position according to its statistics, or None if the statistics do not determine the
+    position.
     """
     columns = [group.column(at) for at in range(group.num_columns)]
     found = {column.path_in_schema: column.statistics for column in columns if column.path_in_schema in COORDINATES}

@@ -1,13 +1,13 @@
 """Implements `dedup spark incremental`, which judges new input and appends the verdicts to a Delta table.
 
-Each run reads its new input and the state that the previous run saved: the position in each source partition, stream
-time, and the sightings that have not expired. A run writes three things in this order:
+Each run reads the new input and the state that the previous run saved: the position in each source partition, stream
+time, and the unexpired sightings. A run writes three things in this order:
 
 * First, the run writes its *intent*: the input that it will read and the clock time that it will use. If the run is
   killed, the next attempt uses the same intent, unless the input no longer exists or the topology has changed.
-* Second, the run writes its *state* to files that are named after the attempt.
-* Third, the run appends the verdicts in one commit of the table. The commit names the attempt, which makes the
-  attempt's state the state of the table.
+* Second, the run writes its *state* to files named after the attempt.
+* Third, the run appends the verdicts in one commit of the table. Because the commit names the attempt, the attempt's
+  state becomes the table's state.
 
 If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
 `table_log`).
@@ -85,14 +85,14 @@ class RunState:
     """The layers that together contain all sightings of the state, oldest first; see `sightings`."""
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
-        """Return the layers that may contain unexpired sightings."""
+        """Return the layers that can contain unexpired sightings."""
         oldest_ms = min((end.greatest_ms for end in self.ends.values()), default=BEFORE_ALL_TIME) - retention_ms
         return [layer for layer in self.layers if layer.rows and layer.newest_ms >= oldest_ms]
 
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """The input that a run is about to judge, and the clock time that the run uses."""
+    """The input that a run will judge, and the clock time that the run uses."""
 
     run: int
     identity: str
@@ -126,16 +126,16 @@ def incremental(
     ``out``.
 
     The table has the columns of `batch_verdicts.judged` and the column `run` (the number of the run), and is
-    partitioned by verdict. ``now_ms`` is the clock time in ms that decides which event times are in the future (by
-    default, now). Rows with offsets are judged in log order, so that all runs together give the same verdicts as a
-    single run over all input. Rows without offsets are judged run by run, and in the order of event times within a run.
-    From the second run on, a row without an offset is late if it is behind stream time by more than the grace and no
-    stored sighting makes it a duplicate.
+    partitioned by verdict. ``now_ms`` is the clock time in ms that the job uses to detect future event times (default:
+    the current time). Rows with offsets are judged in log order, so that all runs together give the same verdicts as a
+    single run over all input. Rows without offsets are judged run by run, and in event-time order within each run. From
+    the second run on, a row without an offset is late if it is behind stream time by more than the grace and no stored
+    sighting makes it a duplicate.
 
     Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, if the table belongs
     to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if a file of the
     input was replaced, if the type of an ID column has changed, or if the input contains offsets that earlier runs have
-    judged. Also raises StateIncompatible if rows have offsets although the topology repartitions records. `incremental`
+    judged. Also raises StateIncompatible if the topology repartitions records and the rows have offsets. `incremental`
     also raises the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
@@ -263,8 +263,8 @@ class _Run:
         return rows
 
     def _leave(self, verdicts: Shuffled, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], LogEnds]:
-        """Write the sightings, and return the layers of the new state, the number of rows by verdict, and the end of
-        each log.
+        """Write the sightings, and return the new state's layers, the number of rows by verdict, and the end of each
+        log.
         """
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
@@ -371,7 +371,7 @@ class OutputTable:
     def state_of(self, last: Attempt, identity: str) -> RunState:
         """Return the state that the last run saved, or an empty state before the first run.
 
-        Raises StateIncompatible if the state is missing, or if it was saved with another identity (for another
+        Raises StateIncompatible if the state is missing or was saved with a different identity (for a different
         topology).
         """
         if last.run == 0:
@@ -404,7 +404,7 @@ class OutputTable:
         return intent if intent.identity == identity else None
 
     def begin(self, intent: Intent) -> Intent:
-        """Write the intent of a run to the state directory, and return it."""
+        """Write a run's intent to the state directory, and return the intent."""
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 

@@ -1,8 +1,8 @@
 """Finds the new part of an input: new files in directories, new versions of a Delta table, or all rows of a DataFrame.
 
-Before a run reads its input, it *pins* the input: it stores a JSON description, so that a later attempt reads the same
-input. The *position*, which is also JSON, describes what all runs together have read, with one entry for each kind of
-input.
+Before reading its input, a run *pins* the input: the run stores a JSON description of the input, so that a later
+attempt reads the same input. The *position*, also stored as JSON, describes the input that all previous runs have read,
+with one entry for each kind of input.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class NewFiles:
-    """The files that were added to the input directories since the last run.
+    """The files added to the input directories since the last run.
 
-    A file is identified by its path, size, and modification time. Users may delete a file after a run has read it.
+    A file is identified by its path, size, and modification time. After a run has read a file, users can delete that
+    file.
     """
 
     spark: SparkSession = field(repr=False)
@@ -105,7 +106,7 @@ class NewFiles:
             )
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position ``before`` with the pinned files added to the files that were read."""
+        """Return the position ``before`` with the pinned files added to the files already read."""
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
@@ -121,7 +122,7 @@ class NewFiles:
 
 @dataclass(frozen=True)
 class NewVersions:
-    """The rows that were appended to a Delta table since the last run."""
+    """The rows appended to a Delta table since the last run."""
 
     spark: SparkSession = field(repr=False)
     place: str
@@ -230,8 +231,8 @@ class NewVersions:
 class NewRows:
     """The rows of a DataFrame, all of which count as new.
 
-    The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the number and
-    digest of the rows are the same as in the last run, the new run judges nothing.
+    The DataFrame has the columns of `columns.RECORDS` or, if each row is an event, any columns. If the rows have the
+    same count and digest as in the last run, the new run judges nothing.
     """
 
     frame: DataFrame = field(repr=False)
@@ -246,7 +247,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the rows' number and digest, or None if there are no rows or the last run judged the same rows."""
+        """Return the row count and digest, or None if there are no rows or the last run judged the same rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 
@@ -262,7 +263,7 @@ class NewRows:
         """Do nothing, because only reading the DataFrame again could reveal a change."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the position ``before`` with the pinned rows as the last rows that were read."""
+        """Return the position ``before`` with the pinned rows recorded as the last rows read."""
         return {**before, **pinned}
 
     def _history(self) -> History:
@@ -286,7 +287,9 @@ def _some(names: Sequence[str]) -> str:
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
-    """Return the types of the columns that contain the tracking ID, or an empty dictionary if rows are not events."""
+    """Return the types of the columns that contain the tracking ID, or an empty dictionary if the rows are not
+    events.
+    """
     if schema is None:
         return {}
     match topology.tracking_id.rule:

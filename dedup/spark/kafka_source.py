@@ -1,4 +1,4 @@
-"""Builds the options of Spark's Kafka source, and reads ranges of offsets from Kafka as records to judge."""
+"""Builds the options of Spark's Kafka source, and reads the records in given offset ranges from Kafka."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read_kafka(
 ) -> History:
     """Return the committed records of the source topics, or of the repartition topic if ``repartitioned`` is true.
 
-    Raises StateIncompatible if ``start`` is ``whole`` and retention has deleted the first records of a partition, and
+    Raises StateIncompatible if ``start`` is ``whole`` and retention has deleted a partition's first records, and
     BrokerUnavailable if a topic does not exist.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
@@ -149,7 +149,7 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return the feeds of all source partitions; ``counts`` maps topics to their partition counts when the state was
+    """Return the feeds of all source partitions; ``counts`` maps each topic to its partition count when the state was
     created.
     """
     return tuple(
@@ -160,7 +160,7 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
 
 
 def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **options: str) -> DataFrame:
-    """Return the committed records in the given ranges of offsets, with the columns of Spark's Kafka source."""
+    """Return the committed records in the given offset ranges, with the columns of Spark's Kafka source."""
     begins, ends = ({name: {at: each[i] for at, each in part.items()} for name, part in ranges.items()} for i in (0, 1))
     given = {
         **kafka_options(settings),
@@ -173,9 +173,9 @@ def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **option
 
 
 def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *, by_arrival: bool = False) -> History:
-    """Return the committed records in the given ranges of offsets as a `History`.
+    """Return the committed records in the given offset ranges as a `History`.
 
-    If ``by_arrival`` is true, a job fails if it reads a record whose timestamp the broker did not set.
+    If ``by_arrival`` is true, the job fails at any record whose timestamp was not set by the broker.
     """
     # Several tasks may read one partition, because `map_side.OffsetRuns` tracks the order of the offsets.
     table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
@@ -192,8 +192,8 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *,
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Map each partition to the offset of its first record at or after ``time_ms``, or to its end if there is no such
-    record.
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to the partition's end offset if
+    there is no such record.
     """
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}

@@ -1,4 +1,4 @@
-"""Sorts records by topic, partition, and offset, with a single shuffle. Each task sorts one range of offsets."""
+"""Sorts records by topic, partition, and offset, with a single shuffle. Each task sorts one offset range."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges into which the offsets of one Kafka partition are divided; one task sorts each range."""
+    """The ranges into which one Kafka partition's offsets are divided; each range is sorted by one task."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -42,10 +42,10 @@ class PlaceRanges(NamedTuple):
 
 
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:
-    """Divide the Kafka partitions of a job's input into at most ``count`` ranges of offsets.
+    """Divide the Kafka partitions of a job's input into at most ``count`` offset ranges.
 
     The ranges have about the same number of rows if offsets are evenly spaced. The function ignores topics that are not
-    in ``topics``, because the job rejects their rows.
+    in ``topics``, because the job rejects rows from these topics.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)
@@ -68,7 +68,8 @@ def spread(
     batch_rows: int,
     batches: Iterable[pa.RecordBatch],
 ) -> Batches:
-    """Pack the records as rows of `map_side.PACKED_ROWS`, each addressed to the task that sorts its range of offsets.
+    """Pack the records into rows of `map_side.PACKED_ROWS`, each addressed to the task that sorts the row's offset
+    range.
 
     Raises StateIncompatible for a record of a topic that the topology does not read.
     """

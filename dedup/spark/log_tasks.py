@@ -1,8 +1,8 @@
-"""Judges whole Kafka partitions without a shuffle; each Spark task reads its logs one by one, in the order of offsets.
+"""Judges whole Kafka partitions without a shuffle; each Spark task reads its logs one by one, in offset order.
 
-In a direct topology, a worker judges each source partition separately. A Spark task can do the same if each row group
-of the history's Parquet files contains records of a single Kafka partition. The task judges one part of a log at a
-time, and keeps only the unexpired sightings of earlier parts.
+In a direct topology, a worker judges each source partition separately. A Spark task can also judge each partition
+separately if each row group in the history's Parquet files contains records of a single Kafka partition. The task
+judges one part of a log at a time, and keeps only the unexpired sightings of earlier parts.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ _SCHEMA: Final = (
 def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool = False) -> list[list[LogSplits]]:
     """Divide the logs among at most ``tasks`` tasks, so that the tasks have similar numbers of records.
 
-    Set ``extend`` to true if duplicates extend sightings, because merging extended sightings takes twice the memory.
+    Set ``extend`` to true if duplicates extend sightings; merging extended sightings takes twice the memory.
 
-    Return an empty list if a job with a shuffle is better: if a log has too many records for a task's memory, or if one
-    task would take longer for the largest log than the job with a shuffle would take on ``cores`` cores.
+    Return an empty list if a job with a shuffle is better, either because a log has too many records for a task's
+    memory or because a single task would need longer for the largest log than a job with a shuffle on ``cores`` cores
+    would need for all logs.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)
@@ -79,7 +80,7 @@ def judge_logs(
     *,
     part_rows: int = _PART_ROWS,
 ) -> Batches:
-    """Read the logs that the rows of `frame_of` list, and yield the records with the columns `reduce_side.JUDGED`
+    """Read the logs listed in the rows of `frame_of`, and yield the records with the columns `reduce_side.JUDGED`
     added.
 
     ``columns`` lists the columns that the files have. Raises the errors that `backfill.backfill` lists.

@@ -28,7 +28,7 @@ _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]
 
 @dataclass(frozen=True, slots=True)
 class RunManifest:
-    """Lists the files of a run that was published on an object store, where renaming a directory is not atomic."""
+    """Lists the files of a run published on an object store, where renaming a directory is not atomic."""
 
     directory: str
     """The directory that contains the files, relative to the directory of all runs."""
@@ -73,7 +73,7 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return ``paths``, but replace the path of each run that has a manifest with the paths of the run's files.
+    """Return ``paths``, with the path of each run that has a manifest replaced by the paths of the run's files.
 
     For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` is the path of a
     directory in this run. Raises SettingsError if a run published no files under a path.

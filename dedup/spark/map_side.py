@@ -1,7 +1,7 @@
 """Implements the map side of a batch job, which prepares records for the reduce tasks that judge them.
 
-A map task extracts each record's ID and event time, and finds exempt records and dead letters. The task also computes
-stream time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
+A map task extracts each record's ID and event time, and finds exempt records and dead letters. The map task also
+computes stream time within its own part of the input (`OffsetRuns`), and sends packed records to the reduce tasks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ _MOST_RUNS: Final = 10_000
 
 @dataclass(slots=True)
 class OffsetRun:
-    """A sequence of ascending offsets in one Kafka partition, with the greatest event time of its judged records."""
+    """A sequence of ascending offsets in one Kafka partition, with the greatest event time of the sequence's judged
+    records.
+    """
 
     number: int
     topic: int
@@ -124,7 +126,7 @@ class OffsetRuns:
         run.
 
         ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        there are more than `_MOST_RUNS` offset runs, because the rows are then not in log order.
+        there are more than `_MOST_RUNS` offset runs, which means that the rows are not in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -161,7 +163,7 @@ class OffsetRuns:
 
 
 class LogEnd(NamedTuple):
-    """The point up to which earlier jobs have judged a source partition, or an input whose rows have no coordinates."""
+    """The point up to which earlier jobs have judged a source partition or an input without coordinates."""
 
     next_offset: int
     greatest_ms: int
@@ -175,12 +177,12 @@ UNPLACED: Final = (0, -1)
 
 
 def ends_of(runs: Iterable[OffsetRun]) -> list[tuple[tuple[int, int], LogEnd]]:
-    """Return the end of each offset run, with the source partition that the run belongs to."""
+    """Return the end of each offset run together with the run's source partition."""
     return [((run.topic, run.partition), LogEnd(run.last_offset + 1, run.greatest_ms)) for run in runs]
 
 
 def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds) -> Mapping[int, int]:
-    """Map the number of each offset run to the greatest event time in ms that precedes the run in its Kafka partition.
+    """Map each offset run's number to the greatest event time in ms before the run in its Kafka partition.
 
     Raises StateIncompatible if two runs overlap (because records are repeated or out of order), or if ``ends`` shows
     that earlier jobs have already judged offsets of a run.
@@ -210,7 +212,7 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
 
 
 def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -> dict[tuple[int, int], LogEnd]:
-    """Merge the ends of logs, and return the greatest next offset and event time of each source partition."""
+    """Merge the ends of logs, and return each source partition's greatest next offset and greatest event time."""
     result = dict(ends)
     for place, end in later:
         result[place] = LogEnd(*map(max, result.get(place, NOTHING_JUDGED), end))
@@ -218,11 +220,11 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Restore the source records in a batch of the repartition topic; return the records and the indexes of idle
-    markers.
+    """Reconstruct the source records from a batch read from the repartition topic; return the records and the indexes
+    of idle markers.
 
     The last two headers of each record contain the timestamp and coordinates of the source record, or mark the record
-    as an idle marker. Raises InvariantBroken for a record that was not written by a repartition task.
+    as an idle marker. Raises InvariantBroken if a record was not written by a repartition task.
     """
     columns: dict[str, list[object]] = {name: [] for name in ("headers", "timestamp_ms", *COORDINATES)}
     idle_rows: set[int] = set()
@@ -272,8 +274,8 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
 
 
 class _Buffers:
-    """Keeps buffers in the order in which they are added: in memory or, above `_IN_MEMORY_BYTES` in total, in a file in
-    Spark's local directory.
+    """Keeps buffers in insertion order: in memory or, above `_IN_MEMORY_BYTES` in total, in a file in Spark's local
+    directory.
     """
 
     def __init__(self) -> None:
@@ -298,7 +300,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return all buffers; after this call, no buffer may be added."""
+        """Return all buffers; the caller must not add a buffer after this call."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -431,7 +433,7 @@ class ReceivedRows:
     """The packed rows, sightings, and notices that one reduce task has received."""
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Read all batches, which have the schema `PACKED_ROWS` and may also have the column `KNOWN`."""
+        """Read all batches, which must have the schema `PACKED_ROWS` and can also have the column `KNOWN`."""
         self._packed: Final = _Buffers()
         self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
@@ -464,7 +466,7 @@ class ReceivedRows:
             yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
 
     def rows(self, without: Collection[str] = ()) -> Batches:
-        """Unpack and yield the rows, in the same order on every call; a yielded batch may combine several packed
+        """Unpack and yield the rows, in the same order on every call; a yielded batch can combine several packed
         values.
 
         The columns in ``without`` are not unpacked.
@@ -560,7 +562,7 @@ def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
 
 
 class Screener:
-    """Extracts the IDs and event times of a Spark task's records, and finds exempt records and dead letters."""
+    """Extracts IDs and event times from a Spark task's records, and finds exempt records and dead letters."""
 
     def __init__(self, plan: MapPlan) -> None:
         self._plan: Final = plan
@@ -616,7 +618,9 @@ class Screener:
         return result.filter(pa.array(~np.isin(np.arange(batch.num_rows), list(idle)))) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
-        """Return stream time at each row of the repartition topic; a Spark task reads one partition after another."""
+        """Return the stream time at each row of the repartition topic; a Spark task reads one partition after
+        another.
+        """
         result = np.empty(len(partitions), np.int64)
         borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
         for begin, end in pairwise(borders):

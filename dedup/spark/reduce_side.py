@@ -119,8 +119,8 @@ def layer_rows(
     """Judge the records of one reduce task, and yield the unexpired sightings that the next job needs, as rows of
     `sightings.LAYER`.
 
-    The last row is a report: the number of records by verdict and, for each source partition that the task knows, the
-    end of the judged records (`LogEnd`). ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
+    The last row is a report: the number of records by verdict and, for each source partition known to the task, the end
+    of the judged records (`LogEnd`). ``buckets`` is a multiple of ``reducers``, the number of reduce tasks. If
     ``whole`` is true, the rows include the unexpired sightings of earlier jobs, so that the next job needs no earlier
     layer.
     """
@@ -146,7 +146,7 @@ def layer_rows(
 
 
 def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
-    """For each log that the reduce task knows, return the end that the log has after this job."""
+    """Return the end that each log known to the reduce task has after this job."""
     ends = ends_of(read_notice(received.notices))
     if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
         ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
@@ -154,7 +154,7 @@ def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -
 
 
 def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing sightings that a duplicate has extended."""
+    """Return the new sightings, and the existing sightings that duplicates have extended."""
     rows, decided = folded.rows, folded.decided
     made = {
         "id": folded.ids,
@@ -179,7 +179,7 @@ def sightings_after(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Received(Protocol):
-    """The interface to the records that `Reducer` judges; `map_side.ReceivedRows` is one implementation."""
+    """The interface through which `Reducer` reads records; `map_side.ReceivedRows` is one implementation."""
 
     @property
     def notices(self) -> list[bytes]:
@@ -287,7 +287,7 @@ class Reducer:
         return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return ``order``, with rows of the same ID and event time sorted by the digest of their content."""
+        """Return ``order``, with rows that have the same ID and event time sorted by content digest."""
         times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
@@ -367,7 +367,7 @@ class Reducer:
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
-    """Number the distinct IDs; return the number of each row's ID, the row count of each ID, and the distinct IDs."""
+    """Number the distinct IDs; return each row's ID number, the row count of each ID, and the distinct IDs."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)

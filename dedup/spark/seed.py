@@ -3,17 +3,17 @@
 The command judges the history as a backfill does, and keeps the sightings that have not expired. The first transaction
 writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions records, the
 command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of each
-partition under the fleet's transactional IDs. The last transaction of a partition contains the task record, the seed
-mark in the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not completely
-seeded, the task stops with StateIncompatible.
+partition under the fleet's transactional IDs. A partition's last transaction contains the task record, the seed mark in
+the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not fully seeded, the task
+stops with StateIncompatible.
 
-The seed marks contain the name, the offsets, and the clock time of the seed. Therefore, if the command is killed,
-running it again writes the same records and finishes the seed. The command rejects a second run with a different
-history or different offsets, because records of the first run would stay in the changelog.
+The seed marks contain the seed's name, offsets, and clock time. Therefore, if the command is killed, running the
+command again writes the same records and finishes the seed. The command rejects a second run with a different history
+or different offsets, because records of the first run would stay in the changelog.
 
-Writing a changelog record twice is harmless, so attempts of a Spark task may be repeated or run concurrently. If an
-upstream Spark task fails, the writing task sees only a normal end of its input. The writing task therefore commits the
-last transaction of a partition only if the number and the digest of the records match the seed mark.
+Writing a changelog record twice is harmless, so Spark can repeat task attempts or run several at the same time. If an
+upstream Spark task fails, its failure looks like a normal end of input to the writing task. The writing task therefore
+commits a partition's last transaction only if the count and digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -145,11 +145,12 @@ def seed(
 ) -> Seeded:
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
-    ``history`` is a `History` of files or a DataFrame of `columns.RECORDS`; if it is None, the source topics are read
-    from their beginning. The function ignores rows whose offset or timestamp shows that the fleet will read them.
-    ``commit_rows`` is the number of changelog records in a transaction. Raises StateIncompatible, without writing a
-    seed, if the group or the changelog contains state that `dedup spark seed` did not write. Also raises
-    StateIncompatible if an earlier run began a different seed, or if all records of the history are dead letters.
+    ``history`` is a `History` of files or a DataFrame with the schema `columns.RECORDS`; if ``history`` is None, the
+    source topics are read from the beginning. The function ignores rows that, according to their offset or timestamp,
+    the fleet will read. ``commit_rows`` is the number of changelog records per transaction. Raises StateIncompatible,
+    without writing a seed, if the group or the changelog contains state that `dedup spark seed` did not write. Also
+    raises StateIncompatible if an earlier run began a different seed, or if all records in the history are dead
+    letters.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
@@ -194,7 +195,9 @@ def seed(
 
 
 def _refuse_unread(counts: Counts, place: str) -> None:
-    """Raise StateIncompatible if all records are dead letters: a fleet without state would forward duplicates."""
+    """Raise StateIncompatible if all records are dead letters, because a fleet without state would forward
+    duplicates.
+    """
     dead = counts.verdicts.get("dead_letter", 0)
     if dead and dead == sum(counts.verdicts.values()):
         why = ", ".join(f"{count:,} {cause}" for cause, count in counts.causes["dead_letter"].items())
@@ -215,7 +218,7 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState, *,
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows whose offset or timestamp shows that the fleet will read them."""
+    """Return the history without the rows that, according to their offset or timestamp, the fleet will read."""
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
@@ -229,9 +232,9 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
 def _marks(
     topology: Topology, found: _ClusterState, folded: Folded, rows: DataFrame, origin: Literal["topics", "files"]
 ) -> tuple[dict[int, SeedMark], dict[int, TaskRecord]]:
-    """Return the seed mark (in the phase `seeding`) and the task record of each task.
+    """Return each task's seed mark (in the phase `seeding`) and task record.
 
-    Raises StateIncompatible if an earlier run began to write a different seed.
+    Raises StateIncompatible if an earlier run started writing a different seed.
     """
     counted = rows.groupBy("dedup_partition").agg(fn.count("key"), fn.bit_xor("hash"))
     contents = dict.fromkeys(folded.progress, (0, f"{0:016x}"))
@@ -270,7 +273,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Seed the partitions that have sightings; return, for each partition, whether an earlier run had finished it."""
+    """Seed the partitions that have sightings; return, for each one, whether an earlier run had already finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -287,7 +290,7 @@ def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
 async def _cluster_state(
     topology: Topology, settings: Settings, until: Until, wire: KafkaWire, admin: Admin
 ) -> _ClusterState:
-    """Create missing topics, and return the state of the cluster.
+    """Create missing topics, and return the cluster's state.
 
     Raises StateIncompatible if the group has offsets or the changelog has records that `dedup spark seed` did not
     write, and DedupError if the group has members.
@@ -344,9 +347,9 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
 
 
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
-    """Raise StateIncompatible if the offsets in ``until`` differ from those of the earlier run.
+    """Raise StateIncompatible if the offsets in ``until`` differ from the earlier run's offsets.
 
-    `latest`, `earliest`, and times are accepted, because the earlier run has already turned them into offsets.
+    `latest`, `earliest`, and times are accepted, because the earlier run has already converted them to offsets.
     """
     if not isinstance(until, Mapping) or dict(until) == dict(begins):
         return
@@ -375,7 +378,7 @@ async def _refuse_used(
 async def _begins(
     topology: Topology, wire: KafkaWire, places: list[TopicPartition], until: Until
 ) -> dict[TopicPartition, int]:
-    """Turn ``until`` into an offset for each source partition. Raises SettingsError for invalid offsets."""
+    """Convert ``until`` to an offset for each source partition. Raises SettingsError for invalid offsets."""
     if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
@@ -435,8 +438,8 @@ class _SeedWriter:
     async def begin(self, found: _ClusterState) -> None:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
-        A `seeding` mark keeps the fleet from starting a task on the mark's partition. If the topology repartitions
-        records, the method then commits the source offsets, so that a fleet that starts during the seed does not
+        A `seeding` mark prevents the fleet from starting a task on the mark's partition. If the topology repartitions
+        records, the method then commits the source offsets; otherwise, a fleet started during the seed would
         repartition the history.
         """
         marks = {} if found.marks else self._plan.marks
@@ -457,8 +460,8 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions without sightings; return, for each partition, whether an earlier run had finished
-        it.
+        """Finish the partitions without sightings; return, for each partition, whether an earlier run had already
+        finished it.
         """
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
@@ -520,7 +523,7 @@ class _SeedWriter:
     ) -> None:
         """Commit changelog records and offsets; if the result of a commit is unknown, repeat the commit in a new epoch.
 
-        A repeated commit may write the records twice. Raises TaskMigrated if another owner has taken over the
+        A repeated commit can write the records twice. Raises TaskMigrated if another owner has taken over the
         partition, and CommitUnknown after `_MOST_ATTEMPTS` attempts.
         """
         for attempt in range(_MOST_ATTEMPTS):

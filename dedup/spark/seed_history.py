@@ -45,7 +45,7 @@ class SeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The state of a fleet that has judged a history, and the counts of the verdicts."""
+    """The state of a fleet that has judged a history, and the verdict counts."""
 
     sightings: DataFrame
     """The sightings that have not expired."""
@@ -59,7 +59,7 @@ def fold_history(
 ) -> Folded:
     """Judge a history, and return the resulting state of a fleet with ``tasks`` tasks.
 
-    A history with Kafka coordinates is judged in log order, and any other history by event time. Raises
+    A history with Kafka coordinates is judged in log order, and any other history in event-time order. Raises
     StateIncompatible if a row does not belong to a source partition, or lacks the key that determines its partition.
     """
     order: Order = "offsets" if history.placed else "event_time"
@@ -102,8 +102,8 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
     In a direct topology, a task's number is its source partition; for rows without coordinates, Kafka's default
-    partitioner determines the partition from the key. With a repartition topic, the same partitioner determines the
-    task's number from the ID.
+    partitioner determines the partition from the key. With a repartition topic, Kafka's default partitioner determines
+    the task's number from the ID.
     """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
@@ -120,8 +120,8 @@ def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order)
 
 
 def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
-    """Return SQL for a record's coordinates or, if ``of`` is "first_", for the coordinates of the sighting that it
-    repeats.
+    """Return SQL for a record's coordinates or, if ``of`` is "first_", for the coordinates of the sighting that the
+    record repeats.
     """
     if order == "event_time":
         return ["0 AS source_topic", "dedup_partition AS source_partition", f"{OUTSIDE_KAFKA} AS source_offset"]
@@ -131,7 +131,7 @@ def _coordinates(topology: Topology, order: Order, of: str = "") -> list[str]:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return the sightings that result from the verdicts, with extensions if the topology says `extend: true`."""
+    """Return the sightings that result from the verdicts, with extensions if the topology sets `extend: true`."""
     key, payload = ("dedup_partition", "dedup_id"), "dedup_fingerprint" if topology.fingerprints_wanted else "NULL"
     fingerprint = f"coalesce({payload}, cast('' AS binary)) AS fingerprint"
     times = ("dedup_time_ms AS first_ms", "dedup_time_ms AS last_ms")
@@ -156,7 +156,7 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
 def _progress(
     verdicts: DataFrame, topology: Topology, tasks: int, source_partitions: Mapping[str, int], order: Order
 ) -> dict[int, SeedProgress]:
-    """Return each task's stream time, and the greatest event time of each of its feeds."""
+    """Return each task's stream time, and the greatest event time of each feed of the task."""
     moved = verdicts.where("verdict IN ('unique', 'duplicate', 'conflict', 'late')")
     grouped = moved.groupBy("dedup_partition", "topic", "partition").agg(fn.max("dedup_time_ms"))
     found: defaultdict[int, dict[tuple[str | None, int | None], int]] = defaultdict(dict)
@@ -206,8 +206,8 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings; a fast path handles lists of one sighting each, if no duplicate extended a
-    sighting.
+    """Encode each list of sightings; if every list has one sighting and no duplicate extended a sighting, use a fast
+    path.
     """
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])

@@ -167,7 +167,7 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
     """Inside the ``with`` block, set the description and, if given, the job group of the Spark jobs that this thread
     runs.
 
-    For the jobs of a stream, leave ``group`` unset: Spark cancels these jobs by the job group of their query.
+    For a stream's jobs, leave ``group`` unset, because Spark cancels these jobs through their query's own job group.
     """
     wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
     context = spark.sparkContext
@@ -183,10 +183,11 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 
 @contextmanager
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
-    """Inside the ``with`` block, set Spark's number of shuffle partitions to suit an input of ``size_bytes``.
+    """Inside the ``with`` block, set Spark's number of shuffle partitions to a suitable value for an input of
+    ``size_bytes``.
 
-    If the user has set the number of shuffle partitions, or if ``size_bytes`` is None, the setting is left unchanged.
-    If ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
+    If the user has set the number of shuffle partitions, or if ``size_bytes`` is None, the setting stays unchanged. If
+    ``power_of_two`` is true, the number of partitions is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -219,9 +220,8 @@ async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWi
 def translated_errors() -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
-    An error that dedup raised on an executor is raised again on the driver. Raises SettingsError for files that cannot
-    be read, and StateIncompatible if Kafka deleted records while a job was reading them. All other errors are raised
-    unchanged.
+    An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files, and
+    StateIncompatible if Kafka deleted records while a job was reading them. All other errors pass through unchanged.
     """
     try:
         yield
@@ -259,13 +259,13 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the Spark session of this process; if there is none, create one with a suitable Java, this Python, and the
-    jars of ``packages``.
+    """Return this process's Spark session; if no session exists, create one with a suitable Java version, the current
+    Python, and the jars of ``packages``.
 
     ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
     ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf`` lists
-    jars, no jars are downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or a jar cannot
-    be obtained, or if the version of PySpark is not supported.
+    jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a jar
+    cannot be obtained, or if the version of PySpark is not supported.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ

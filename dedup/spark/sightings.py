@@ -67,7 +67,7 @@ def sightings_of(table: pa.Table) -> Iterator[Sighting]:
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that have not expired (see `live`), each with its latest `last_ms`."""
+    """Return the unexpired sightings (see `live`), each with its latest `last_ms`."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -87,10 +87,10 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the new sightings, and the existing sightings that a duplicate has extended.
+    """Return the new sightings, and the existing sightings that duplicates have extended.
 
     ``known`` contains the sightings of earlier jobs. For each duplicate, ``repeated`` has a row with the sighting that
-    the duplicate repeats; the `last_ms` of this row takes only this one duplicate into account.
+    the duplicate repeats; this row's `last_ms` accounts only for that duplicate.
     """
     if not topology.window.extend:
         return new
@@ -149,7 +149,7 @@ class LayerWriter:
 
 
 def report_row(report: Mapping[str, Any]) -> pa.RecordBatch:
-    """Return the report of a task as a row of `LAYER`."""
+    """Return a task's report as a row of `LAYER`."""
     return _layer_row(None, None, None, None, json.dumps(report))
 
 
@@ -160,7 +160,7 @@ def _layer_row(*values: object) -> pa.RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that a job has saved: its path, and the number and greatest `last_ms` of its sightings."""
+    """A layer that a job has saved: the layer's path, its number of sightings, and their greatest `last_ms`."""
 
     path: str
     buckets: int
@@ -170,11 +170,11 @@ class Layer:
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:
-    """Convert rows of `LAYER` to packed rows with the column `KNOWN`, and make a copy of each row for every reduce task
-    that may judge its IDs.
+    """Convert rows of `LAYER` to packed rows with the column `KNOWN`, and copy each row to every reduce task that might
+    judge the row's IDs.
 
     ``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python. The function adds enough empty
-    rows after each packed value to keep a full batch within `BATCH_BYTES`.
+    rows after each packed value to keep every batch within `BATCH_BYTES`.
     """
     common = gcd(buckets, len(targets))
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]

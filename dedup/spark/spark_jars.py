@@ -1,7 +1,7 @@
 """Downloads the jars that PySpark lacks (Kafka connector, Delta, Iceberg, S3, JDBC) from Maven Central.
 
-The module does not use Spark's own resolver, Ivy, because Ivy fails if a local Maven cache contains POM files without
-their jars, and because it requests a jar that some mirrors lack.
+The module does not use Spark's own resolver, Ivy: Ivy fails if a local Maven cache contains POM files without their
+jars, and it requests a jar that some mirrors lack.
 
 `spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
 dedup.spark.spark_jars` prints the lock file, updated with the jars for the installed version of PySpark.
@@ -54,7 +54,9 @@ _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
 
 def release_of(spark_version: str) -> Release:
-    """Return the library versions for a version of Spark. Raises BrokerUnavailable if the version is not supported."""
+    """Return the library versions for the given version of Spark. Raises BrokerUnavailable if the Spark version is not
+    supported.
+    """
     release = RELEASES.get(_line(spark_version))
     if release is None:
         raise BrokerUnavailable(
@@ -74,9 +76,9 @@ def _either(lines: Iterable[str]) -> str:
 
 
 def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
-    """Return the Maven coordinates of a package for a version of Spark.
+    """Return the Maven coordinates of a package for the given version of Spark.
 
-    Raises BrokerUnavailable if no version of the package supports that version of Spark.
+    Raises BrokerUnavailable if no version of the package supports the given version of Spark.
     """
     release, line = release_of(spark_version), _line(spark_version)
     if package == "iceberg" and release.iceberg is None:
@@ -96,7 +98,7 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the paths of the jars that the packages need in addition to PySpark's own; download missing jars.
+    """Return the paths of the jars that the packages need in addition to PySpark's own jars; download missing ones.
 
     Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar.
     """
@@ -146,7 +148,7 @@ def _refuse_other(found: Jar, locks: Mapping[str, Jar]) -> None:
 
 
 def _beside_spark(wanted: Iterable[str], repository: Path) -> Iterator[Artifact]:
-    """Yield the resolved artifacts, except those that PySpark includes (in whatever version)."""
+    """Yield the resolved artifacts, except any artifact that PySpark includes, regardless of version."""
     own = (Path(pyspark.__file__).parent / "jars").glob("*.jar")
     bundled = {_VERSIONED.sub("", jar.name) for jar in own}
     for artifact in resolved(wanted, repository):

@@ -8,8 +8,8 @@ fleet can take over where a stream stops, and vice versa. A fleet and a stream t
 other.
 
 A topology with a repartition topic needs two queries. The query `repartition` writes records to the repartition topic,
-in which records with the same ID share a partition. The query `dedup` judges the records in the order of the
-repartition topic.
+in which records with the same ID share a partition. The query `dedup` judges the records in the order in which the
+repartition topic stores them.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _REPORTING: Final = {
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    The identity is necessary because Spark does not check whether a checkpoint belongs to a query: it would use one
-    topology's offsets for another topology. Raises StateIncompatible and changes nothing if the directory contains
-    another identity, or contains files but no identity.
+    The identity is necessary because Spark does not check whether a checkpoint belongs to a query: Spark would use one
+    topology's offsets for another topology. Raises StateIncompatible and changes nothing if the directory contains a
+    different identity, or contains files but no identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
@@ -107,7 +107,7 @@ def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A topology whose topics exist on the cluster, with the offsets where a stream can start."""
+    """A topology whose topics exist on the cluster, with the start offsets of a new stream."""
 
     topology: Topology
     settings: Settings
@@ -126,7 +126,7 @@ class Prepared:
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
 
     def identity(self) -> dict[str, object]:
-        """Return the values that must not change if a stream is to continue from its checkpoint.
+        """Return the values that must not change between a checkpoint and a stream that continues from this checkpoint.
 
         `state` contains the topology's rules and partition counts. `topics` contains Kafka's topic IDs, because a
         recreated topic has different records at the same offsets. `semantics` is a constant, kept because existing
@@ -151,7 +151,7 @@ class Prepared:
 async def prepared(
     topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
 ) -> Prepared:
-    """Create missing topics, and return the topology with its start offsets on the cluster.
+    """Create missing topics, and return the topology with the start offsets of its stream.
 
     If the stream already has a checkpoint (``begun``), the output topic may contain records. Raises StateIncompatible
     if the topics do not match the topology, or if retention deleted records that were not judged. Also raises
@@ -209,9 +209,9 @@ async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition)
 class _IdleMarks:
     """A driver thread that writes idle markers to the repartition topic for source partitions without new records.
 
-    Without a marker, an idle source partition holds stream time back, so that no record is late and no sighting
-    expires. The `repartition` task of the idle partition writes the marker, but only while no micro-batch is running,
-    because the marker's transaction would fence a running task.
+    Without a marker, an idle source partition holds back stream time, so no record is late and no sighting expires. The
+    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because the
+    marker's transaction would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -367,8 +367,8 @@ class _Query:
             self.options.on_batch(judged)
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a known Spark defect has stopped it (`_failed_in_report`), restart it
-        once.
+        """Return whether the query is active; if a known Spark defect (`_failed_in_report`) has stopped the query,
+        restart it once.
         """
         if self.query is None or self.query.isActive:
             return self.query is not None
@@ -400,7 +400,7 @@ def _failed_in_report(query: StreamingQuery) -> bool:
     """Return whether only the progress report of a micro-batch failed, after Spark had committed the micro-batch.
 
     If a driver was killed during a micro-batch, the next driver repeats the micro-batch without asking Kafka for the
-    latest offsets. In this case, `KafkaMicroBatchStream.metrics` of Spark 4.1 fails, because it expects the latest
+    latest offsets. `KafkaMicroBatchStream.metrics` in Spark 4.1 then fails, because this method expects the latest
     offsets.
     """
     failure: Any = query._jsq.exception()  # noqa: SLF001 - PySpark keeps only the text
@@ -427,7 +427,7 @@ class Running:
         return self._monitor.url
 
     def start(self) -> None:
-        """Start all queries, or only the first if they run one after another."""
+        """Start all queries, or only the first query if the queries run one after another."""
         self._monitor.start()
         try:
             for query in self._queries[:1] if self._in_turn else self._queries:
@@ -439,7 +439,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Wait until every query has stopped or has read all its input. If a query has failed, raise its error."""
+        """Wait until every query has either stopped or read all its input. If a query has failed, raise its error."""
         try:
             self._watch(self._queries[:1] if self._in_turn else self._queries)
             for query in self._queries[1:] if self._in_turn else ():

@@ -1,7 +1,7 @@
 """Logs each micro-batch of a running stream, and serves the same pages and metrics as a worker.
 
-A thread of the driver adds up the counts that Spark tasks report after a commit. The thread also asks the brokers for
-the lag, because Spark does not know it while a micro-batch is running.
+A driver thread adds up the counts that Spark tasks report after each commit. The thread also asks the brokers for the
+lag, because Spark does not know the lag while a micro-batch is running.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StreamMonitor:
         self._runs.wait()
 
     def stop(self) -> None:
-        """Log the micro-batches that are not logged yet, and stop serving the web pages."""
+        """Log the micro-batches that have not been logged yet, and stop serving the web pages."""
         self._call(self._stop)
         self._thread.join()
 
@@ -181,7 +181,7 @@ class StreamMonitor:
         return None
 
     def seen(self) -> WorkerSeen:
-        """Return the current state of the stream in the form that workers use for their own state."""
+        """Return the stream's current state in the format that workers use for their own state."""
         tasks = []
         for (kind, place), seen in self._seen.items():
             most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
@@ -194,7 +194,7 @@ class StreamMonitor:
         return exposition(self.seen())
 
     def look_up(self, text: str) -> LookedUp:
-        """Raise SettingsError, because the state is open only on executors, while their tasks are running."""
+        """Raise SettingsError, because the state is open only on executors, and only while their tasks are running."""
         why = f"a stream on Spark does not keep its state open; `dedup explain` finds {text!r} in the topics"
         raise SettingsError([Problem("ID", why)])
 
@@ -230,7 +230,9 @@ class Lag(NamedTuple):
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
-    """Return the lag from a position to the partition's end. Raises NoAnswer if the leader changes during the call."""
+    """Return the lag between a position and the partition's end. Raises NoAnswer if the leader changes during the
+    call.
+    """
     bounds = await bounds_of(wire, place)
     # A recreated topic may end before the position.
     begin = at = max(bounds.start, position)

@@ -6,12 +6,12 @@ two appends carry the same pair, Delta commits one of them, and rejects or silen
 files one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a
 Spark job over all log files.
 
-Iceberg has no such transaction IDs, so it would accept the appends of two competing jobs, one after the other.
-Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot that the method has examined.
-The method then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and
+Iceberg has no such transaction IDs, so Iceberg would accept the appends of two competing jobs, one after the other.
+Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot examined by the method. The
+method then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and
 Tagging" in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If
-another job commits first, the appended rows stay invisible. In this case, `append` fails if the other job belongs to
-the same application, and otherwise starts over.
+another job commits first, the appended rows stay invisible. After another job's commit, `append` fails if that job
+belongs to the same application, and starts over otherwise.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the commit's actions; each action is parsed only when requested, because there may be many."""
+        """Yield the commit's actions; each action is parsed only on demand, because a commit can have many actions."""
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class TableCommit:
 
     @property
     def replaces(self) -> bool:
-        """Return whether this commit may have removed rows that earlier commits added."""
+        """Return whether this commit might have removed rows that earlier commits added."""
         mode = self.parameters.get("mode"), self.parameters.get("outputMode")
         return mode[0] == "Overwrite" or mode[1] == "Complete" or any(name in self.operation for name in _REPLACED)
 
@@ -90,7 +90,9 @@ class TableCommit:
 
 
 def metadata_object(metadata: str | None) -> Mapping[str, Any]:
-    """Return a commit's metadata if it is a JSON object with the member `dedup`, and otherwise an empty object."""
+    """Return a commit's metadata if the metadata is a JSON object with the member `dedup`; otherwise, return an empty
+    object.
+    """
     try:
         found = json.loads(metadata or "null")
     except ValueError:
@@ -99,7 +101,7 @@ def metadata_object(metadata: str | None) -> Mapping[str, Any]:
 
 
 class DeltaLog:
-    """The log of the Delta table at a path; the table may not exist yet."""
+    """The log of the Delta table at a path; the table does not have to exist yet."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self.directory: Final = HadoopDirectory(spark, path)
@@ -122,10 +124,10 @@ class DeltaLog:
         return max(self.versions(), default=-1)
 
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
-        """Yield the commits after version ``after``, or all commits in the log by default, newest first.
+        """Yield the commits after version ``after`` (by default, all commits in the log), newest first.
 
-        If ``after`` is given and a later version is missing from the log, the method yields only versions before the
-        missing one.
+        If ``after`` is given and a later version is missing from the log, the method yields only the versions before
+        the missing version.
         """
         # If ``after`` is given, the directory is not listed, because a table with a commit every few seconds has
         # hundreds of thousands of files.
@@ -149,13 +151,13 @@ class DeltaLog:
     ) -> list[TableCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
-        ``by`` lists the columns by which a new table is partitioned. ``application`` and ``number`` are the append's
-        `txnAppId` and `txnVersion`, and ``metadata`` must differ from that of any other append. Version ``after`` must
-        be older than any commit with the same ``application`` and ``number``. Raises StateIncompatible with the text
-        ``taken`` if another job has committed this number. Also raises StateIncompatible if Delta dropped the append
-        because the table has a commit with a greater number, or if the log no longer shows whether the append was
-        committed. Raises BrokerUnavailable if another job has changed the table (for example, its properties) in the
-        meantime.
+        If the append creates the table, the table is partitioned by the columns ``by``. ``application`` and ``number``
+        are the append's `txnAppId` and `txnVersion`, and ``metadata`` must differ from the metadata of any other
+        append. Version ``after`` must precede every commit that has the same ``application`` and ``number``. Raises
+        StateIncompatible with the text ``taken`` if another job has already committed ``number``. Also raises
+        StateIncompatible if Delta dropped the append because the table has a commit with a greater number, or if the
+        log no longer shows whether the append was committed. Raises BrokerUnavailable if another job changed the table
+        (for example, its properties) during the append.
         """
         writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
         failed: Exception | None = None
@@ -213,7 +215,7 @@ class SnapshotCommit:
 
     @property
     def replaces(self) -> bool:
-        """Return whether the snapshot replaced partitions or removed all rows that the table had."""
+        """Return whether the snapshot replaced partitions or removed all existing rows of the table."""
         if self.operation == "replace":
             return False  # A compaction replaces files but changes no rows.
         if self.summary.get("replace-partitions") == "true":
@@ -222,7 +224,7 @@ class SnapshotCommit:
 
 
 class IcebergLog:
-    """The history of the branch `main` of an Iceberg table; the table may not exist yet."""
+    """The history of an Iceberg table's branch `main`; the table does not have to exist yet."""
 
     def __init__(self, spark: SparkSession, name: str) -> None:
         self._spark: Final = spark
@@ -235,7 +237,7 @@ class IcebergLog:
         return next((each.version for each in self.commits()), -1)
 
     def commits(self, after: int = -1) -> Iterator[SnapshotCommit]:
-        """Yield the commits after version ``after``, newest first, except for those whose snapshots have expired."""
+        """Yield the commits after version ``after``, newest first, except for commits whose snapshots have expired."""
         table = self._loaded()
         snapshot = None if table is None else table.currentSnapshot()
         while snapshot is not None and snapshot.sequenceNumber() > after:
@@ -250,8 +252,8 @@ class IcebergLog:
             snapshot = None if parent is None else table.snapshot(parent)
 
     def _loaded(self) -> Any:  # noqa: ANN401 - a table of Iceberg's Java library; Spark has no SQL for its snapshots
-        """Return the table, or None if it does not exist. Raises StateIncompatible for a table with Iceberg's format
-        version 1.
+        """Return the table, or None if the table does not exist. Raises StateIncompatible if the table has Iceberg
+        format version 1.
         """
         if not self._spark.catalog.tableExists(self.table):
             return None
@@ -270,9 +272,10 @@ class IcebergLog:
     ) -> list[SnapshotCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including the new one.
 
-        ``metadata`` must differ from that of any other append. Raises StateIncompatible with the text ``taken`` if
-        another job of the application has committed after version ``after``, and also if the table no longer contains
-        version ``after``. Raises BrokerUnavailable if every attempt failed because another job had committed.
+        ``metadata`` must differ from the metadata of any other append. Raises StateIncompatible with the text ``taken``
+        if another job of the application has committed after version ``after``. Also raises StateIncompatible if the
+        table no longer contains version ``after``. Raises BrokerUnavailable if every attempt failed because of another
+        job's commit.
         """
         properties = {_APPLICATION: application, _NUMBER: str(number), _METADATA: metadata}
         failed: Exception | None = None
@@ -319,7 +322,9 @@ class IcebergLog:
             nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after ``head``, and return any error; the append may have succeeded despite the error."""
+        """Append the rows after the snapshot ``head``, and return any error; the append might have succeeded despite
+        the error.
+        """
         table = self._loaded()
         branch = f"dedup_{uuid.uuid4().hex}"
         try:

@@ -4,8 +4,9 @@ The metadata of each table commit contains the Kafka offsets where the commit en
 visible together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table
 commit.
 
-An append fails if another sink has committed since this sink last read the table (`table_log`), so if two sinks write
-to the same table, one of them fails. A sink reads each of its table commits back and checks the ID in the metadata.
+If two sinks write to the same table, one of them fails, because an append fails if another sink has committed since the
+appending sink last read the table (`table_log`). After each table commit, the sink reads the commit back and checks the
+ID in the commit's metadata.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ through `expire_snapshots`.
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A table commit of the sink, as read back from the table; its metadata contains the fields up to `id`."""
+    """A table commit of the sink, as read back from the table; the commit's metadata contains the fields up to `id`."""
 
     topic_id: str
     """Kafka's ID of the output topic; another ID reveals a recreated topic, whose offsets belong to other records."""
@@ -138,8 +139,8 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset where each partition's next commit begins, which is 0 for a partition added since the last
-        commit.
+        """Return the offset where the next commit begins in each partition; for a partition added since the last
+        commit, this offset is 0.
         """
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
@@ -176,7 +177,7 @@ class TableSink:
         return {partition: position.get(partition, 0) for partition in lows}
 
     def _stops(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        """Return the end offsets of the next table commit, which covers about `most_offsets` offsets in total."""
+        """Return the end offsets of the next table commit, which covers up to about `most_offsets` offsets in total."""
         open_at = [at for at in begins if ends.get(at, 0) > begins[at]]
         share = max(1, self._most_offsets // max(1, len(open_at)))
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
@@ -205,7 +206,7 @@ class TableSink:
 
     def _unchanged_since(self, last: Appended) -> list[TableCommit | SnapshotCommit]:
         """Return the sink's last commit and all later commits, newest first. Raises StateIncompatible if the table no
-        longer contains the sink's last commit or was replaced after it.
+        longer contains the sink's last commit, or was replaced after that commit.
         """
         entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         if last.id not in [each.id for each in map(self._sink_commit, entries) if each is not None]:
@@ -217,7 +218,7 @@ class TableSink:
         return entries
 
     def _found(self) -> Appended | None:
-        """Return the sink's last table commit, or None if there is no such commit and the table is empty or missing."""
+        """Return the sink's last table commit, or None if the sink has no commits and the table is empty or missing."""
         later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
@@ -244,7 +245,9 @@ class TableSink:
         return None
 
     def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
-        """Convert an entry of the table's log to `Appended`, or return None if it is not a commit of this sink."""
+        """Convert an entry in the table's log to `Appended`, or return None if the entry is not a commit of this
+        sink.
+        """
         found = metadata_object(entry.metadata)
         if found.get("sink") != self._sink:
             return None
@@ -258,7 +261,7 @@ class TableSink:
         return Appended(*position, entry.version, entry.committed_ms, entry.rows)
 
     def _refuse_replaced(self, entries: Sequence[TableCommit | SnapshotCommit]) -> None:
-        """Raise StateIncompatible if a table commit may have removed rows of the sink by replacing the table."""
+        """Raise StateIncompatible if a table commit might have removed rows of the sink by replacing the table."""
         for entry in entries:
             if entry.replaces:
                 raise StateIncompatible(
@@ -270,8 +273,8 @@ class TableSink:
     def settle(self, stopped: threading.Event) -> None:
         """Wait until no transaction in the output topic is open, for at most one minute or until ``stopped`` is set.
 
-        Kafka acknowledges a commit before the commit markers are in all partitions, and `read_committed` readers do not
-        see records without a marker. If a transaction is still open after one minute, the method logs a warning.
+        Kafka acknowledges a commit before all partitions have the commit marker, and `read_committed` readers do not
+        see records that lack a marker. If a transaction is still open after one minute, the method logs a warning.
         """
         until_s = time.monotonic() + _SETTLED_WITHIN_S
         while time.monotonic() < until_s and not stopped.is_set():
@@ -292,8 +295,8 @@ def following(
     """In a separate thread, append the records that a stream commits inside the ``with`` block; after the block, append
     the remaining records.
 
-    If ``stopped`` is set, the remaining records are left for the next run of the sink. If the appending thread fails,
-    it calls ``failed``, and the end of the ``with`` block raises the thread's error.
+    If ``stopped`` is set, the remaining records are left for the sink's next run. If the appending thread fails, the
+    thread calls ``failed``, and the ``with`` block raises the thread's error on exit.
     """
     over, errors = threading.Event(), list[Exception]()
 
@@ -323,8 +326,8 @@ def follow(
 ) -> None:
     """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever there are no new records.
 
-    Raises BrokerUnavailable if no broker responds to the first attempt. After a successful attempt, the function keeps
-    retrying while no broker responds.
+    Raises BrokerUnavailable if no broker responds to the first attempt. After the first successful attempt, the
+    function keeps retrying if no broker responds.
     """
     reached = False
     while not over.is_set():
@@ -345,7 +348,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append all records that had been committed before the call; stop early if ``over`` is set."""
+    """Append all records that were committed before the call; stop early if ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

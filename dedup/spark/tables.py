@@ -1,12 +1,12 @@
 """Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
 If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
-record is newer (`ORDER`), and only a newer record replaces a row. Therefore, repeating runs, killing them, or running
-them in another order does not change the result.
+record is newer (`ORDER`), and only a newer record replaces a row. Therefore, repeating, killing, or reordering runs
+does not change the result.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
-statement moves the rows to the target table. If a run is killed before it moves the rows, the target table is
-unchanged, but the staging table is left behind.
+statement moves the rows to the target table. If a run is killed before moving the rows, the target table is unchanged,
+but the staging table is left behind.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", "B
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Records converted to rows of a table, and the records that cannot be converted."""
+    """Records converted to table rows, and the records that cannot be converted."""
 
     rows: DataFrame
     """The columns are `tracking_id`, the payload's columns, `event_time_ms`, and the three order columns."""
@@ -128,13 +128,13 @@ class TableRows:
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
-    """Convert records (`columns.RECORDS`) to the rows of a table.
+    """Convert records (`columns.RECORDS`) to table rows.
 
-    ``schema`` is Spark DDL for the members of the JSON value that become columns; records with values of other types
+    ``schema`` is Spark DDL that lists the JSON members to turn into columns; records in which a member has another type
     are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
-    row whose payload columns are null. ``order`` says which record is newer: `event_time`, a column of ``schema``, or
-    `offset`. `offset` is correct only if all records of an ID are in the same Kafka partition. Raises SettingsError for
-    an invalid schema or order.
+    row whose payload columns are null. ``order`` determines which record is newer: `event_time`, a column of
+    ``schema``, or `offset`. The order `offset` is correct only if all records with the same ID are in the same Kafka
+    partition. Raises SettingsError for an invalid schema or order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -177,7 +177,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
 
 def _json_of(framing: SchemaIdPlace | None) -> Column:
-    """Return the column `value` without its framing. Rows whose framing is damaged have a fault in `dedup_fault`."""
+    """Return the column `value` without its framing. For rows with damaged framing, `dedup_fault` contains a fault."""
     value = fn.col("value")
     if framing in {None, "header"}:
         return value
@@ -188,7 +188,7 @@ def _json_of(framing: SchemaIdPlace | None) -> Column:
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed records of the output topic. Raises StateIncompatible if there is no such topic."""
+    """Return the output topic's committed records. Raises StateIncompatible if the output topic does not exist."""
     ranges = {}
     if topology.output is not None:
         with KafkaReader(settings) as reader:
@@ -202,7 +202,7 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
     """Write the rejected records to ``path``, and return the number of rejected records for each reason.
 
-    Raises DedupError if ``path`` is None and a record was rejected.
+    Raises DedupError if a record was rejected and ``path`` is None.
     """
     rejected = found.rejected
     if path is not None:
@@ -261,7 +261,7 @@ def _newest(rows: DataFrame) -> DataFrame:
 
 
 def upsert_delta(rows: DataFrame, path: str) -> int:
-    """Merge the newest row of each ID into the Delta table at ``path``, and create the table if it does not exist.
+    """Merge the newest row of each ID into the Delta table at ``path``; create the table if necessary.
 
     Return the number of inserted or replaced rows. Raises StateIncompatible if the table lacks a column.
     """
@@ -297,7 +297,7 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 
 
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
-    """Upsert the newest row of each ID into a database table, and create the table if it does not exist.
+    """Upsert the newest row of each ID into a database table; create the table if necessary.
 
     Return the number of inserted or replaced rows. Each call changes the table's rows with a single SQL statement.
     Raises StateIncompatible if the table lacks a column or has no unique constraint on `tracking_id`.

@@ -1,17 +1,17 @@
 """Judges one partition of a micro-batch in a Spark task attempt, using the same code as a worker's task.
 
-Every transaction contains the sent records, their sightings, the task record with the next offset to judge, and the
+Every transaction contains the records sent, their sightings, the task record with the next offset to judge, and the
 group's offset. Each attempt begins at the next offset to judge, and therefore handles all of these cases:
 
-* After a crash, Spark repeats a micro-batch; the attempt skips the rows that were judged before the crash.
-* If an upstream task fails, the attempt sees only a normal end of its input. The attempt can commit the rows that it
-  received, because the next attempt continues after them.
+* After a crash, Spark repeats a micro-batch; the attempt skips the rows judged before the crash.
+* If an upstream task fails, its failure looks like a normal end of input to the attempt. The attempt can commit the
+  rows received so far, because the next attempt continues after these rows.
 * If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If there are records between the next offset to judge and the first row of the input, the attempt stops, because these
-  records would be lost.
+* If records exist between the next offset to judge and the first input row, the attempt stops, because these records
+  would be lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class BatchReport:
 
 @cache
 def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
-    """Return the clock and the RocksDB memory limit that all attempts in a process share."""
+    """Return the clock and the RocksDB memory limit shared by all attempts in a process."""
     return SteadyClock(), RocksMemory()
 
 
@@ -110,7 +110,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
 
     If another attempt might succeed, the function raises the error, so that Spark starts another attempt. If every
-    attempt would fail in the same way, the function puts the error into the report, and the driver raises the error.
+    attempt would fail in the same way, the function puts the error in the report, and the driver raises the error.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -204,7 +204,7 @@ class _Attempt:
             await self._group.close(drain=False)
 
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
-        """Wait until all schemas that a batch names are known; before waiting, commit the open transaction."""
+        """Wait until all schemas named in a batch are known; before waiting, commit the open transaction."""
         source = self._factory.topology.source
         refs = refs_of(source.schema_id, batch.values, batch.headers, indexed=source.format == "protobuf")
         if schemas.missing(refs):
@@ -226,7 +226,7 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
-        """Start the task; if its local state is damaged, delete that state and start again."""
+        """Start the task; if the task's local state is damaged, delete the local state and start again."""
         await self._group.open()
         try:
             await self._task.start()
@@ -268,7 +268,7 @@ class _Attempt:
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
-    """Raise StateIncompatible if there are records between the next offset to judge and the first row."""
+    """Raise StateIncompatible if records exist between the next offset to judge and the first input row."""
     feeding, position, begins = first.feeding, task.next_offset, first.offsets[0]
     kept = (await bounds_of(wire, feeding)).start if position < begins else 0
     if position < kept:
@@ -296,7 +296,7 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 
 @contextmanager
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
-    """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
+    """Yield a directory reserved for the partition's state while the ``with`` block runs.
 
     If a fenced attempt still uses the regular directory, the function yields a temporary directory without state.
     """

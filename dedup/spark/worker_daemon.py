@@ -3,10 +3,10 @@
 Spark starts this daemon because the setting `spark.python.daemon.module` names it. Compared with PySpark's own daemon,
 it saves CPU time in every Python task:
 
-* If the same version of PySpark is installed, Spark's archives are removed from the Python path. With these archives on
-  the path, Python would read their directories eighteen times in each task (0.16 CPU seconds).
+* If the same version of PySpark is installed, Spark's archives are removed from the Python path. If Spark's archives
+  stayed on the path, Python would read the archives' directories eighteen times in each task (0.16 CPU seconds).
 * NumPy, pyarrow, and dedup's modules are imported once, before the fork (more than 0.4 CPU seconds).
-* Loaded objects are frozen (`gc.freeze`), so the garbage collection after a task examines only objects of that task
+* Loaded objects are frozen (`gc.freeze`), so the garbage collection after a task examines only the task's own objects
   (0.04 CPU seconds).
 """
 

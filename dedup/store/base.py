@@ -1,4 +1,4 @@
-"""Defines the interface of a task's state store, and an in-memory store.
+"""Defines the interface of a task's state store, and an in-memory implementation.
 
 A sighting that ends at ``last_ms`` is stored under its state key in the segment that starts at
 ``Window.segment_of(last_ms)``. Each segment is dropped as a whole. A store contains only committed sightings.
@@ -28,7 +28,7 @@ class StoreIdentity:
 
 
 class Store(Protocol):
-    """The interface of a task's state store, which is not thread-safe."""
+    """The interface of a task's state store. Stores are not thread-safe."""
 
     task_record: TaskRecord | None
     """The last applied task record, or None in a new store."""
@@ -36,10 +36,10 @@ class Store(Protocol):
     """The changelog offset from which a restore continues, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, ascending, to a changelog offset at or before the segment's first record."""
+        """Map segment starts (ascending) to a changelog offset at or before each segment's first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write the sightings, the task record, and the position in one atomic write that survives a SIGKILL.
@@ -50,8 +50,7 @@ class Store(Protocol):
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop all segments that end at or before ``oldest_live_ms``, and return their starts in ascending order.
 
-        A segment's width is ``segment_ms`` or the greatest width with which the segment was written, whichever is
-        greater.
+        A segment is ``segment_ms`` wide, or wider if it was ever written with a greater width.
         """
 
     def clear(self) -> None:
@@ -67,7 +66,7 @@ class Store(Protocol):
         """Return an estimate of the number of (segment, ID) pairs in the store."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
+        """Yield (segment, state key, value) tuples in sorted order. Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
         """Release the store, unless it is already released."""
@@ -86,7 +85,7 @@ class _Segment:
 
 
 class MemoryStore:
-    """A store in memory, used by `TopologyTestDriver` and by tests that compare it with `RocksStore`."""
+    """An in-memory store, used by `TopologyTestDriver` and compared with `RocksStore` in tests."""
 
     def __init__(self) -> None:
         self.task_record: TaskRecord | None = None
@@ -157,7 +156,7 @@ class MemoryStore:
         return sum(len(held.values) for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, value)."""
+        """Yield (segment, state key, value) tuples in sorted order."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             for state_key, value in sorted(held.values.items()):

@@ -3,21 +3,21 @@
 The filter is a blocked Bloom filter (Putze, Sanders, Singler 2007) with about 16 bits per ID and a false-positive rate
 of 0.5%. The filter grows in layers, each at least as large as all earlier layers together.
 
-`SegmentFilter` keeps the filter of one segment together with a log of hashes, from which the next process loads the
-filter. A filter that lacked an ID of its segment would let a duplicate pass, so a log must be provably complete. In the
-atomic batch that writes the IDs, the store also writes a `LogMark`. The mark contains the number and the CRC-32 of the
-log's hashes, and the segment's number of IDs and position. A log is used if the number of IDs and the position in its
-mark are still those of the segment, and the CRC matches. Otherwise, the filter is built from the segment's keys, which
-takes eight times as long, and the log is written again.
+`SegmentFilter` keeps the filter of one segment, and a log of hashes from which the next process loads the filter. A
+filter that lacks one of its segment's IDs would let a duplicate pass, so a log must be provably complete. The store
+writes a `LogMark` in the same atomic batch as the IDs. The mark contains the count and CRC-32 of the log's hashes, and
+the segment's ID count and position. A log is used only if its mark has the segment's current ID count and position, and
+the CRC matches. Otherwise, the filter is rebuilt from the segment's keys, which takes eight times as long, and a new
+log is written.
 
-The log is written before the store's batch and is not synced. After a SIGKILL, the log may have more hashes than its
-mark says, and the extra hashes are ignored. After a power failure, the log may have fewer hashes, and the CRC then
-differs.
+The log is written before the store's batch and is not synced. After a SIGKILL, the log may contain more hashes than its
+mark says; the extra hashes are ignored. After a power failure, the log may contain fewer hashes than its mark says; the
+CRC then does not match.
 
-At 1,000,000 IDs, and whenever the log has grown by an eighth since then, the filter itself is written to a second file,
-the snapshot. A snapshot loads twenty times as fast as the log. After it is loaded, only the hashes that are newer than
-the snapshot are read from the log. The mark contains the CRC of the snapshot. A snapshot is written in small steps,
-between which IDs may be added to the filter. The snapshot contains at least the IDs that the filter had before the
+Once the log contains 1,000,000 hashes, and again whenever it has grown by an eighth, the filter itself is written to a
+second file, the snapshot. A snapshot loads twenty times as fast as the log. After a snapshot is loaded, only newer
+hashes are read from the log. The mark contains the CRC of the snapshot. A snapshot is written in small steps, and IDs
+can be added to the filter between the steps. The snapshot contains at least the IDs that the filter had before the
 first step, because bits of the filter are never cleared.
 """
 
@@ -143,8 +143,8 @@ class BloomFilter:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return a filter with the layers of a snapshot but without its words, which are loaded later. IDs can be added
-        at any time.
+        """Return an empty filter with a snapshot's layer sizes; the snapshot's words are loaded later. IDs can be added
+        to the filter before the words are loaded.
         """
         empty = cls()
         empty._layers = [np.zeros(words, np.uint64) for words in snapshot.layers]
@@ -157,13 +157,13 @@ class BloomFilter:
         return self._total_words * _HASH_BYTES
 
     def snapshot(self, log: LogMark) -> Snapshot:
-        """Describe a snapshot of the current filter, which contains all IDs of the log. The snapshot's CRC is not known
-        yet.
+        """Describe a snapshot of the current filter, which contains all IDs of the log. The description's CRC is 0,
+        because the snapshot is not written yet.
         """
         return Snapshot(log.hashes, log.crc, 0, self._capacity, tuple(map(len, self._layers)))
 
     def part(self, first: int, count: int) -> Hashes:
-        """Return up to ``count`` words of one layer, from index ``first`` on; indices run through all layers."""
+        """Return up to ``count`` words of one layer, starting at index ``first``; indices run through all layers."""
         for layer in self._layers:
             if first < len(layer):
                 return layer[first : first + count]
@@ -182,7 +182,7 @@ class BloomFilter:
         self.added += count
 
     def may_hold(self, hashed: Hashed) -> npt.NDArray[np.bool_]:
-        """Return one boolean per ID, which is False if the ID was never added and True if it may have been added."""
+        """Return one boolean per ID: False if the ID was never added, True if it may have been added."""
         found = np.zeros(len(hashed.words), np.bool_)
         for layer in self._layers:
             found |= (layer[hashed.in_layer(len(layer))] & hashed.bits) == hashed.bits
@@ -218,13 +218,13 @@ class Snapshot:
         return sum(self.layers)
 
     def encode(self) -> bytes:
-        """Encode the snapshot as the end of a mark."""
+        """Encode the snapshot's description as the end of a mark."""
         head = _SNAPSHOT.pack(self.hashes, self.log_crc, self.crc, self.capacity)
         return head + b"".join(map(_LAYER.pack, self.layers))
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Decode the end of a stored mark."""
+        """Decode a snapshot's description from the end of a stored mark."""
         layers = tuple(words for (words,) in _LAYER.iter_unpack(value[_SNAPSHOT.size :]))
         hashes, log_crc, crc, capacity = _SNAPSHOT.unpack_from(value)
         return cls(hashes, log_crc, crc, capacity, layers)
@@ -243,7 +243,7 @@ class LogMark:
     snapshot: Snapshot | None = None
 
     def encode(self) -> bytes:
-        """Encode the mark as the value that the store keeps."""
+        """Encode the mark as a value for the store."""
         head = _MARK.pack(self.segment_ids, self.segment_position, self.hashes, self.crc)
         return head if self.snapshot is None else head + self.snapshot.encode()
 
@@ -301,7 +301,7 @@ class SegmentFilter:
 
     @property
     def log_complete(self) -> bool:
-        """True if the log contains all IDs of the segment, so that the store may keep the log's mark."""
+        """True if the log contains all IDs of the segment, so the store can keep the log's mark."""
         return self._logged and self._next_key is None
 
     @property
@@ -311,7 +311,7 @@ class SegmentFilter:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot. It can be used after the store has written a mark that contains it."""
+        """The newest snapshot. A snapshot can be used once the store has written a mark that describes it."""
         return self._log.snapshot
 
     @property
@@ -327,13 +327,13 @@ class SegmentFilter:
 
     @property
     def disk_bytes(self) -> int:
-        """The length of the log and of the snapshot, in bytes."""
+        """The total size of the log and the snapshot, in bytes."""
         words = 0 if self._log.snapshot is None else self._log.snapshot.words
         return (self._log.hashes + words) * _HASH_BYTES
 
     def may_hold(self, hashed: Hashed) -> list[bool]:
-        """Return one boolean per ID: False if the segment lacks the ID, True if it may have it. The filter must be
-        complete.
+        """Return one boolean per ID: False if the segment lacks the ID, True if the segment may contain the ID. The
+        filter must be complete.
         """
         found: list[bool] = self._filter.may_hold(hashed).tolist()
         return found
@@ -341,8 +341,8 @@ class SegmentFilter:
     def write(self, ids: Sequence[bytes], *, segment_ids: int, position: int) -> tuple[Hashed, LogMark]:
         """Append the hashes of the IDs to the log file, and return the hashes with the log's new mark.
 
-        The appended hashes count only after `add` is called with the returned values. Raises DedupError if the file
-        cannot be written.
+        The appended hashes take effect only when `add` is called with the returned values. Raises DedupError if the
+        file cannot be written.
         """
         hashed = Hashed(self._key.hashes(ids))
         if not self._logged:
@@ -358,11 +358,11 @@ class SegmentFilter:
         self._log = mark
 
     def mark(self, *, segment_ids: int, position: int) -> LogMark:
-        """Return the mark of the log in its current state."""
+        """Return a mark for the log's current content."""
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load IDs for about as long as reading ``keys`` keys takes, and return the unused part of ``keys``.
+        """Load IDs for about the time that reading ``keys`` keys takes, and return the unused part of ``keys``.
 
         If all IDs are loaded and a snapshot is due, the remaining time is used to write the snapshot. ``read_keys(key,
         limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
@@ -445,7 +445,7 @@ class SegmentFilter:
 
 
 def _write(path: Path, data: bytes, first: int) -> None:
-    """Write data to a file, starting at the word with the index ``first``."""
+    """Write data to a file, starting at word index ``first``."""
     try:
         # The file is not kept open, because a worker may have 256 stores.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -281,7 +281,7 @@ def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
 
 
 def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
-    """Return True if every value is one sighting that was never extended and ends in [``begin_ms``, ``end_ms``)."""
+    """Return True if every value is a single, never extended sighting that ends in [``begin_ms``, ``end_ms``)."""
     rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
     headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
     if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):
@@ -297,7 +297,7 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Encode one sighting per row like `encode_sighting`. Each sighting's first and last times are equal.
+    """Encode one sighting per row, as `encode_sighting` does. Each sighting's first and last times are equal.
 
     ``topic`` and ``partition`` are each either a column or a single value for all rows. Raises InvariantBroken in the
     same cases as `encode_sighting`.
@@ -400,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows whose keys are not sighting keys or end with one of ``state_keys``. No key is parsed."""
+    """Return the rows whose key ends with one of ``state_keys`` or is not a sighting key. No key is parsed."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -409,7 +409,7 @@ def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The sightings, the last task record, and the last seed mark among consecutive changelog records."""
+    """The sightings, last task record, and last seed mark in a run of consecutive changelog records."""
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
@@ -421,8 +421,8 @@ class Collected:
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
     """Collect consecutive changelog records. If several records have the same key, the last one counts.
 
-    Raises StateIncompatible for a record that this release does not write: its key or value is missing, or its key or
-    version is unknown.
+    Raises StateIncompatible for a record whose key or value is missing, or whose key or version is unknown to this
+    release.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -523,11 +523,11 @@ def decode_task_record(value: bytes) -> TaskRecord:
 
 
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
-    """Return the writes that move (state key, encoded sightings) pairs into segments with the width ``segment_ms``.
+    """Return the writes that move (state key, encoded sightings) pairs into segments that are ``segment_ms`` wide.
 
-    The segment width depends on the topology's guard period and grace. A write replaces all sightings of an ID in a
-    segment, so ``entries`` must include the values of the same IDs that are already in the new segments. Sightings of
-    one ID that differ only in their last time are merged into one sighting with the latest of these times.
+    The segment width depends on the topology's guard period and grace. A write replaces all of an ID's sightings in a
+    segment. Therefore, ``entries`` must also include every value that the new segments already contain for these IDs.
+    Sightings of one ID that differ only in their last time are merged into one sighting with the latest of these times.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in entries:

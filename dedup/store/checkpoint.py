@@ -1,9 +1,9 @@
 """Describes a checkpoint, which consists of the files of a closed store, each named by its digest.
 
-The contents of a checkpoint are not trusted. dedup writes only regular files whose names match those of RocksDB's data
-files. dedup writes at most the described number of bytes of each file, and then checks the file's digest. A checkpoint
-omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's event log,
-which contains the machine's name, and the logs of the Bloom filters, which can be rebuilt.
+The contents of a checkpoint are not trusted. When dedup reads a checkpoint, it writes only regular files with the names
+of RocksDB data files. For each file, dedup writes no more bytes than the description says, and then checks the digest.
+A checkpoint omits RocksDB's options, because dedup opens stores with its own options. A checkpoint also omits RocksDB's
+event log, which contains the machine's name, and the logs of the Bloom filters, which can be rebuilt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Moved = Callable[[int], None]
 
 
 class StoreFile(msgspec.Struct, frozen=True):
-    """One file of a store."""
+    """Describes one file of a store."""
 
     name: Annotated[str, msgspec.Meta(pattern=rf"^{_NAMES}\Z")]
     size_bytes: _Count = msgspec.field(name="bytes")
@@ -44,7 +44,7 @@ class StoreFile(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the description of a file, which must not change anymore."""
+        """Return the description of a file, which must not change afterward."""
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(path.name, file.tell(), digest.hexdigest())
@@ -56,16 +56,16 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield the content of a stream in pieces, and report the size of each used piece to ``moved``."""
+    """Yield the content of a stream in pieces, and report each piece's size to ``moved`` once the piece is used."""
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))
 
 
 def write_file(wanted: StoreFile, source: IO[bytes], directory: Path, moved: Moved) -> None:
-    """Write the content of a described file to a new file in the directory, and sync it to disk.
+    """Write the content of a described file to a new file in the directory, and sync the new file to disk.
 
-    Raises CheckpointUnusable if the content differs from the description; part of the file may exist by then.
+    Raises CheckpointUnusable if the content differs from the description; an incomplete file may then remain.
     """
     path, digest, size_bytes = directory / wanted.name, hashlib.sha256(), 0
     try:
@@ -94,7 +94,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """Describes a partition's checkpoint, and is stored as a JSON object with one member per field."""
+    """Describes a partition's checkpoint. The description is stored as a JSON object with one member per field."""
 
     topology: str
     partition: _Count

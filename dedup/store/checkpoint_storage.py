@@ -4,7 +4,7 @@
 files, each named by its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that the
 storage lacks. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor
 the previous checkpoint needs it, so a reader can finish while a newer checkpoint is being written. The methods of
-`CheckpointStorage` may block for minutes, so do not call them in an event loop.
+`CheckpointStorage` may block for minutes, so do not call them from an event loop.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CheckpointStorage:
     def read(self, checkpoint: Checkpoint, directory: Path, moved: Moved) -> None:
         """Write the files of a checkpoint into an existing, empty directory, and sync them to disk.
 
-        Raises CheckpointUnusable if the storage fails or a file differs from its description. Some files may exist
-        then.
+        Raises CheckpointUnusable if the storage fails or a file differs from its description. After a failure, some of
+        the files may exist.
         """
         place = self.place(checkpoint.topology, checkpoint.partition)
         for wanted in checkpoint.files:
@@ -93,8 +93,8 @@ class CheckpointStorage:
     ) -> tuple[Checkpoint, int]:
         """Save the closed store in ``directory`` as the partition's current checkpoint.
 
-        Returns the checkpoint and the number of bytes that were written. The previous checkpoint stays readable, and
-        files that only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
+        Returns the checkpoint and the number of bytes written. The previous checkpoint stays readable, and files that
+        only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None

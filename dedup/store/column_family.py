@@ -1,4 +1,4 @@
-"""Sets the options of RocksDB's column families, reads the keys of one segment in order, and deletes them."""
+"""Sets the options of RocksDB's column families, reads a segment's keys in order, and deletes a segment's keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONGEST_KEY: Final = 33
 
 @dataclass(slots=True)
 class Family:
-    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store keeps the object."""
+    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store keeps ``rows``."""
 
     name: str
     """The start of the first segment that the family contained, or the name of the shared family."""
@@ -115,7 +115,7 @@ def rocks_options(
 
 
 def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """Yield the pairs of key and value whose keys begin with ``prefix``, in key order and without the prefix.
+    """Yield the (key, value) pairs whose keys begin with ``prefix``, in key order, with the prefix removed.
 
     Raises RocksDB's error if a damaged block ends the read early.
     """
@@ -130,7 +130,7 @@ def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes,
 
 
 def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -> list[bytes]:
-    """Return up to ``limit`` keys that follow ``key``, in order. ``key`` and the result do not include the prefix.
+    """Return up to ``limit`` keys that follow ``key``, in order. ``key`` and the returned keys lack the prefix.
 
     Raises RocksDB's error if a damaged block ends the read early.
     """
@@ -142,7 +142,7 @@ def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -
 
 
 def delete_all(batch: rocksdict.WriteBatch, family: rocksdict.ColumnFamily, prefix: bytes) -> None:
-    """Add the deletion of all keys of a segment to a batch."""
+    """Add a deletion of all of a segment's keys to a batch."""
     batch.delete_range(prefix, prefix + b"\xff" * (LONGEST_KEY + 1), family)
 
 

@@ -55,7 +55,7 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create the directory if needed. Raises StateIncompatible if the directory is not safe for a store."""
+    """Create the store's directory if needed. Raises StateIncompatible if the directory is not safe for a store."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
@@ -122,7 +122,7 @@ def delete_store(directory: Path) -> None:
 
 @contextmanager
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
-    """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
+    """Reserve the topology's state for this process. Raises StateIncompatible if another process is using the state.
 
     A store's own lock is released while its partition moves to another task. Without the reservation, two workers that
     share a directory could therefore take each other's stores.
@@ -154,9 +154,9 @@ def _lock(directory: Path, lock: int) -> None:
 def limit_log(directory: Path, emptied_at_bytes: int) -> int:
     """Empty RocksDB's LOG file if it has grown by more than 1 MiB, and return its length when it was last emptied.
 
-    RocksDB itself can start a new log at a given size, but it then keeps the options of every column family ever
-    created, and repeats all of them in each new log. After 100 segments, adding and dropping one more took 350 ms
-    instead of 15 ms, and this time grew with each segment.
+    RocksDB can itself start a new log at a given size, but then it keeps the options of every column family ever
+    created and repeats them in each new log. With logs that RocksDB started itself, adding and dropping a segment took
+    350 ms instead of 15 ms after 100 segments, and the time kept growing.
     """
     log = directory / "LOG"
     try:
@@ -171,7 +171,7 @@ def limit_log(directory: Path, emptied_at_bytes: int) -> int:
 
 
 def in_use(directory: Path) -> StateIncompatible:
-    """Return the error for a directory that another process uses."""
+    """Return the error for a directory that another process is using."""
     return StateIncompatible(
         f"{directory}: is in use by another process. Two workers share a state_dir; stop one, or give each its own "
         "state_dir and worker_id."
@@ -201,8 +201,8 @@ class StorePool:
     """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
     When a task is rebuilt, or when a rebalance turns a task into a standby or a standby into a task, the same process
-    needs the store again. Closing and reopening it would block the event loop. Kafka Streams also recycles its tasks in
-    a rebalance (KAFKA-10199).
+    needs the store again. Closing and reopening the store would block the event loop. Kafka Streams also recycles its
+    tasks in a rebalance (KAFKA-10199).
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Implements the state store in RocksDB, with one column family per segment, so that whole segments can be dropped.
 
 Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
-survives a SIGKILL. A power failure may lose the newest batches together with their position, and the task then reads
-the lost batches from the changelog again.
+survives a SIGKILL. A power failure can lose the newest batches along with their position; the task then reads these
+batches from the changelog again.
 
 RocksDB may open a store with damaged files and report no error. `open` raises TaskCorrupted if a segment is missing or
-older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test in
-which the end of the MANIFEST was cut off, RocksDB silently ignored the files that were listed there.
+older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test
+with a truncated MANIFEST, RocksDB silently ignored the files that the missing part had listed.
 
 rocksdict holds the GIL during every call, so callers keep their batches small.
 """
@@ -107,7 +107,7 @@ worker's CPU share. With a difference of 15 to 19, closing a store on a busy mac
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """RocksDB's MANIFEST file, which lists the current files of the database and grows until the next open."""
+    """RocksDB's MANIFEST file, which lists the database's current files and grows until the database is reopened."""
 
     number: int
     size_bytes: int
@@ -140,7 +140,7 @@ class Manifest:
 
 @contextlib.contextmanager
 def errors_of(directory: Path) -> Iterator[None]:
-    """Turn RocksDB's errors, all of which rocksdict raises as plain Exceptions, into dedup's errors."""
+    """Convert RocksDB's errors, which rocksdict raises as plain Exceptions, into dedup's errors."""
     try:
         yield
     except Exception as error:
@@ -220,7 +220,7 @@ def _yield_to_records() -> None:
 
 
 class RocksMemory:
-    """The memory that all stores of a worker share for caching blocks and for buffering writes before a flush."""
+    """The memory that all of a worker's stores share for the block cache and the write buffers."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
         self.cache: Final = rocksdict.Cache(cache_bytes)
@@ -235,15 +235,15 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // TABLE_BYTES
 
     def add_stores(self, count: int) -> None:
-        """Count opened stores, or closed stores if ``count`` is negative, and set the size of the write buffers."""
+        """Add ``count`` (negative for closed stores) to the number of open stores, and resize the write buffers."""
         self._stores += count
         times = min(max(1.0, self._stores / _STORES_PER_BUFFERS), _MOST_TIMES)
         self.write_buffers.set_buffer_size(int(self._write_buffer_bytes * times))
 
     def flush_in_turn(self, family: rocksdict.Rdict) -> None:
-        """Flush the family's memtable if it is large and the write buffers of 16 or more stores are half full.
+        """With 16 or more stores and half-full write buffers, flush the family's memtable if it is large.
 
-        If the buffers became full, RocksDB would flush half of the stores at once and delay records by a second.
+        If the write buffers became full, RocksDB would flush half of the stores at once and delay records by a second.
         """
         now_s = time.monotonic()
         if self._stores < _MANY_STORES or now_s < self._next_flush_s:
@@ -319,8 +319,9 @@ class RocksStore:
     ) -> Self:
         """Open the store in a directory, or create a new store if the directory is empty.
 
-        With ``log_filters=False``, the Bloom filters are not kept for the next `open`, which then reads all keys. Use
-        this for a topology that writes the same IDs repeatedly, because a log grows by one hash with every write.
+        With ``log_filters=False``, the Bloom filters are not saved for the next `open`, which then reads all keys.
+        ``log_filters=False`` suits topologies that write the same IDs repeatedly, because a filter's log grows by one
+        hash per write.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -361,7 +362,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -385,7 +386,7 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Map each segment's start, ascending, to a changelog offset at or before the segment's first record."""
+        """Map segment starts (ascending) to a changelog offset at or before each segment's first record."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
@@ -509,7 +510,7 @@ class RocksStore:
         return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield sorted tuples (segment, state key, value). Raises TaskCorrupted if an entry is unreadable."""
+        """Yield (segment, state key, value) tuples in sorted order. Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with errors_of(self._directory):
@@ -571,7 +572,7 @@ class RocksStore:
         return held
 
     def _family_for(self, start: int) -> Family:
-        """Return the column family for a new segment, and create the family if needed."""
+        """Return the column family for a new segment, creating the family if needed."""
         if self._free:
             return self._free.pop()
         own = self._families.keys() - {_SHARED}

@@ -3,8 +3,8 @@
     open  --freeze-->  committing  --applied-->  store
 
 The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
-commit, and ``applied`` writes it to the store after the commit. Sightings that are in the store are not cached, because
-a cache took 7% of the judging time in a measurement, which was more than it saved.
+commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
+measurement, a cache took 7% of the judging time, which was more than it saved.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WriteBuffer:
             self._open.setdefault(segment, {}).update(values)
 
     def freeze(self) -> Writes:
-        """Return the running transaction's sightings for its commit, and open a new generation.
+        """Return the running transaction's sightings, which are about to be committed, and open a new generation.
 
         Raises InvariantBroken while an earlier commit is in flight.
         """
@@ -89,7 +89,7 @@ class WriteBuffer:
 def unexpired(writes: Writes, segment_ms: int, oldest_live_ms: int) -> Writes:
     """Return the writes without the segments that `Store.drop_below` would drop.
 
-    While a task works through a backlog, one transaction may span many segments, and only the newest are still live.
+    While a task works through a backlog, one transaction can span many segments; only the newest are live.
     """
     return {start: values for start, values in writes.items() if start + segment_ms > oldest_live_ms}
 

@@ -1,4 +1,4 @@
-"""Finds problems in ingest files, and stages that are not exactly-once in a chain of several files.
+"""Finds problems in ingest files, and finds each stage in a chain of several files that is not exactly-once.
 
 A complete chain is source → topic → deduplication → topic → table.
 """
@@ -84,7 +84,7 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return one line for each chain, which lists the stages in order and says whether all are exactly-once.
+    """Return one line per chain, listing the stages in order and saying whether all of them are exactly-once.
 
     ``weak`` contains the files that have at least one finding for which `is_weak` is true.
     """
@@ -116,7 +116,7 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
 
 
 def is_weak(finding: Finding) -> bool:
-    """Tell whether a finding means that a stage is not exactly-once."""
+    """Return whether a finding means that a stage is not exactly-once."""
     return finding.level == "error" or finding.weak
 
 
@@ -172,7 +172,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield findings about stages with equal names, and about sources that read the same directory."""
+    """Yield findings about stages with the same name, and about sources that read the same directory."""
     names: dict[str, str] = {}
     directories: dict[str, str] = {}
     for file, stage in ((each.file, each.stage) for each in files):

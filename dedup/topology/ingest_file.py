@@ -43,12 +43,12 @@ class Ingest:
 
 
 def is_ingest(text: str) -> bool:
-    """Tell whether a file is an ingest file, even if it is invalid."""
+    """Return whether a file is an ingest file, even if it is invalid."""
     return _INGEST_KEY.search(text) is not None
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Parse the text of an ingest file. Raises TopologyError, which lists every problem in the file."""
+    """Parse the text of an ingest file. Raises TopologyError, listing every problem, if the file is invalid."""
     file = checked_file(text, name, IngestFile, [_one_role_each])
     source = file.source.files or file.source.table
     assert source is not None  # noqa: S101  # the schema requires exactly one of files and table
@@ -86,7 +86,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def settle_sentence(table: TableSource) -> str:
-    """Return the warning that is shown for a source that sets `settle`."""
+    """Return the warning shown for a source that sets `settle`."""
     settle = format_duration(table.settle_ms)
     return (
         f"settle: {settle} is not exact: a row of {table.named} that becomes visible more than {settle} after a "

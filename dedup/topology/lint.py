@@ -69,7 +69,7 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the maximum size of a changelog value in bytes, which results if an ID recurs after every guard period."""
+    """Return the maximum changelog value size in bytes, reached if an ID recurs after every guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
@@ -190,7 +190,7 @@ def _schema(topology: Topology) -> Iterator[Finding]:
 
 
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
-    """Yield the findings about a topology that apply if its values have the given schema."""
+    """Yield the findings about a topology whose values have the given schema."""
     fmt, first = topology.source.format, topology.source.schema is not None
     members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):

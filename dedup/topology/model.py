@@ -217,7 +217,7 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group that stores where sources begin after `dedup reset`, and where old output ends."""
+        """The consumer group that stores where reading starts after `dedup reset`, and where the old output ends."""
         return f"{self.name}.reset"
 
     @property
@@ -241,7 +241,10 @@ class Topology:
         return f"{self.name}.layout"
 
     def has_layout(self, size: int) -> bool:
-        """Return True if ``size``, the number of partitions per transaction, exceeds 1, or if `direct` is false."""
+        """Return whether the topology needs a layout record.
+
+        It does if ``size``, the number of partitions per transaction, exceeds 1, or if `direct` is false.
+        """
         return size > 1 or not self.direct
 
     @property
@@ -297,7 +300,7 @@ class Topology:
 
     @cached_property
     def rules(self) -> Rules:
-        """The rules by which `fold` judges records."""
+        """The rules that `fold` applies to records."""
         return Rules(
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
@@ -309,7 +312,7 @@ class Topology:
 
     @property
     def passes_ids_on(self) -> bool:
-        """True if repartition tasks pass on the IDs from a user's function, so that it runs once per record."""
+        """True if repartition tasks pass on the IDs from a user's function, which therefore runs once per record."""
         return not self.direct and bool(code_rules(self.tracking_id.rule))
 
     def knowing(self, schemas: SchemaBook) -> Self:
@@ -376,9 +379,9 @@ class Topology:
 
 
 def auto_group_size(partitions: int) -> int:
-    """Return the number of partitions that share a transaction in a new topology, given its number of partitions.
+    """Return how many partitions share a transaction in a new topology with the given number of partitions.
 
-    With up to 16 partitions, each partition has its own transaction. With more partitions, there are at most eight
+    With up to 16 partitions, each partition has its own transaction. With 17 to 512 partitions, there are at most eight
     groups, which can keep eight workers busy. Above 512 partitions, there are more groups, of up to 64 partitions each.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)

@@ -82,7 +82,7 @@ def _no_file(name: str) -> str:
 
 
 def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -> Topology:
-    """Parse the text of the topology file ``name``. Raises TopologyError, which lists every problem in the file.
+    """Parse the text of a topology file. Raises TopologyError, listing every problem, if the file is invalid.
 
     ``read_file`` returns the content of a file that the topology names, or raises OSError or UnicodeDecodeError.
     """
@@ -101,7 +101,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
-    """Return the content of a file as an instance of ``model``. Raises TopologyError, which lists every problem.
+    """Return a file as an instance of ``model``. Raises TopologyError, listing every problem, if the file is invalid.
 
     The first field of ``model`` must be the version of the file format. The ``checks`` find problems that involve
     several keys. Each check gets a document whose top-level value is a mapping, but other values may be invalid.
@@ -420,7 +420,7 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
 
 
 def _members_at(document: Document) -> Iterator[At]:
-    """Yield the place in the document of each member path that the tracking ID may contain."""
+    """Yield the position in the document of each member path that the tracking ID can contain."""
     for rule_at in _rules_at(document):
         yield (*rule_at, "field")
         yield from _each(document, (*rule_at, "fields"))
@@ -428,7 +428,7 @@ def _members_at(document: Document) -> Iterator[At]:
 
 
 def _columns_fit(document: Document) -> Iterator[Problem]:
-    """Report format csv without columns, columns with another format, and paths that are not column names."""
+    """Report the format csv without columns, columns with another format, and paths that are not column names."""
     columns = document.get(_COLUMNS)
     if _format_of(document) != "csv":
         for at in filter(document.has, (_COLUMNS, ("source", "delimiter"))):
@@ -485,7 +485,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
 
 
 def _flow_fits(document: Document) -> Iterator[Problem]:
-    """Report `then` without an output, and keys that require `then` or have no effect with `then`."""
+    """Report `then` without `output`, and keys that need `then` but lack it or have no effect with it."""
     if document.has(("then",)):
         if not document.has(("output",)):
             yield _at_key(document, ("then",), "needs `output`; without it, the topology forwards no record")

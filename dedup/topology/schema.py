@@ -456,7 +456,7 @@ class TopologyFile(Keys):
 
 
 class FilesSource(Keys):
-    """Files in one directory, to which data is only appended. Files may be renamed, as in log rotation."""
+    """Append-only files in one directory. Files may be renamed, as in log rotation."""
 
     directory: str
     """Directory of the files. A relative path starts at the command's current directory."""
@@ -481,7 +481,7 @@ class FilesSource(Keys):
 
 
 class TableSource(_ExactlyOne):
-    """A table or query to which rows are only added, in increasing order of an integer column."""
+    """An append-only table or query, with rows in increasing order of an integer column."""
 
     one_of = ("table", "query")
 

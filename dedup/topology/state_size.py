@@ -1,4 +1,4 @@
-"""Predicts the size of a topology's state from the number and the length of the IDs.
+"""Predicts the size of a topology's state from the number and length of the IDs.
 
 The constants were measured with RocksDB and IDs that do not compress, such as UUIDs and hashes.
 """
@@ -29,7 +29,7 @@ _LOGGED_BYTES: Final = 8 + _FILTER_BYTES
 
 
 class StateSize(TypedDict):
-    """The predicted size of the state in all partitions together."""
+    """The predicted total state size of all partitions."""
 
     ids_least: int
     """Number of IDs right after a segment is dropped."""
@@ -65,7 +65,7 @@ def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> 
 
 
 def key_bytes(kind: str) -> int:
-    """Return the length in bytes of the state key for a kind of ID. Long IDs are stored as digests.
+    """Return the state key length in bytes for a kind of ID. Long IDs are stored as digests.
 
     Raises SettingsError for an unknown kind of ID.
     """

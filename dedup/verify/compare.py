@@ -67,7 +67,7 @@ def _with_length(name: str) -> bytes:
 
 
 def digests(contents: Sequence[bytes], headers: Sequence[Headers], timestamps_ms: Column) -> list[bytes]:
-    """Return `digest_with` for each record."""
+    """Return the result of `digest_with` for each record."""
     if any(headers):
         return list(map(digest_with, contents, headers, timestamps_ms.tolist()))
     # Unlike NumPy's bytes type, NumPy's void type keeps trailing zero bytes.
@@ -186,7 +186,7 @@ class Comparison:
     def places(self, partition: int, *, optional: bool = True) -> tuple[Column, Column, Column]:
         """Return the offset, task, and log position of each matched record of a partition as columns.
 
-        If ``optional`` is false, the columns leave out matches of optional records.
+        If ``optional`` is false, the columns omit matches of optional records.
         """
         found = [
             (seen.offset, task, wanted.position)
@@ -203,7 +203,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Return the same result as `matched` faster: digests that occur once on each side are matched as columns."""
+    """Do the same as `matched`, but faster, because digests that occur once on each side are matched as columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -247,8 +247,8 @@ def matched(
 ) -> Comparison:
     """Match the records in each partition with the records expected from each task, regardless of order.
 
-    If a record is present more often than expected, its last copies (its first copies, if ``from_end`` is true) count
-    as extra.
+    If a record occurs more often than expected, the last copies count as extra, or the first copies if ``from_end`` is
+    true.
     """
     candidates = _candidates(expected, actual)
     if from_end:

@@ -106,7 +106,7 @@ def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> l
 
 @dataclass(slots=True)
 class WrittenPartition:
-    """The sampled records of one partition of a topic that workers write, sorted into buckets."""
+    """The sampled records of one partition of a topic that workers write to, sorted into buckets."""
 
     topic: str
     partition: int
@@ -200,9 +200,11 @@ class Cut:
 
     @property
     def begun_feeds(self) -> list[Feed]:
-        """The source partitions that existed when the state was created. They count toward stream time from the start.
+        """The source partitions that existed when the state was created.
 
-        If there is no layout record, these are all source partitions.
+        These partitions count toward stream time from the start.
+
+        Without a layout record, the result contains all source partitions.
         """
         return self._feeds(self.partitions | self.begun_with)
 
@@ -222,11 +224,11 @@ class Cut:
         return np.flatnonzero([(place >> 32) % self.sample == 0 for place in places])
 
     def spill(self, buckets: int, numbers: int, others: int = 0) -> Spill:
-        """Return an empty spill, which `free` closes."""
+        """Return an empty spill; `free` closes the spill."""
         return self.hold(Spill(self.scratch, buckets, numbers, others))
 
     def log_spill(self, buckets: int) -> Spill:
-        """Return an empty spill for the columns of a log, which `free` closes."""
+        """Return an empty spill for a log's columns; `free` closes the spill."""
         return self.hold(Log.spill(self.scratch, buckets))
 
     def hold(self, spill: Spill) -> Spill:
@@ -235,7 +237,7 @@ class Cut:
         return spill
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a partition that workers write. If ``stamped`` is true, digests include the producers' timestamps."""
+        """Read a partition that workers write to. If ``stamped`` is true, digests include the producers' timestamps."""
         bounds = self.bounds[topic][partition]
         order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low), 3))
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets, 3, 2), order)
@@ -358,7 +360,7 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 
 
 def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
-    """Return each topic's partition count when the state was created, taken from the newest layout record.
+    """Return the partition count that each topic had when the state was created, taken from the newest layout record.
 
     The result is empty if there is no layout record, or if partitions cannot be added.
     """

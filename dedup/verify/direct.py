@@ -207,7 +207,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make expected records that precede the output's first record optional, because the output may have lost them."""
+    """Mark expected records before the output's first record as optional, because the output may have lost them."""
     if held.gone_position < 0:
         return
     excused, forwarded = 0, task.forwarded.one_by_one()
@@ -304,7 +304,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return the start for `start: latest`, which is not stored: the first source offset with a result in a topic."""
+    """For `start: latest`, whose offset is not stored, return the first source offset with a result in a topic."""
     traces = [plan.dead_letters.first_offset(partition)]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))

@@ -60,7 +60,7 @@ class ExplainedRecord:
     log_place: str | None = None
     """The position of the record in the repartition topic."""
     went: list[str] = field(default_factory=list)
-    """The positions of the record in the topics that workers write."""
+    """The positions of the record in the topics that workers write to."""
     doubt: str = ""
     """The reason why the worker's verdict may have differed; empty if the verdict is certain."""
     wrong: str = ""
@@ -99,8 +99,8 @@ class Explanation:
     def contradictions(self) -> int:
         """The number of contradictions between the verdicts and the topics.
 
-        A written record without a source record counts only if all judged records are listed. Otherwise, an unlisted
-        source record could account for the written record.
+        A written record without a source record counts as a contradiction only if all judged records are listed.
+        Otherwise, an unlisted source record could account for the written record.
         """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)

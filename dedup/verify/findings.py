@@ -60,7 +60,7 @@ def explain(
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
-    """Report as lost a record that had to be forwarded but is not in the output."""
+    """Report a record as lost if it had to be forwarded but is not in the output."""
     text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
     report.violation("lost", place, text)
 
@@ -137,9 +137,9 @@ class OrderFree:
 class Copies:
     """Checks the records in the given partitions of the duplicates and conflicts topics.
 
-    A task writes its copies in the order of its log, to the partition whose number is the task's own number modulo the
-    topic's partition count. ``known`` is true if it is certain that no record was judged before the first record of the
-    log. ``purged`` contains the repartition topic's partitions that are not replayed.
+    A task writes its copies in log order, to the partition whose number is the task's number modulo the topic's
+    partition count. ``known`` is true if it is certain that no record was judged before the first record of the log.
+    ``purged`` contains the repartition topic's partitions that are not replayed.
     """
 
     def __init__(

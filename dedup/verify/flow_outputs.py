@@ -1,4 +1,4 @@
-"""Computes the records that a flow had to send for each source record, and reads the records that it has sent."""
+"""Computes the records that a flow had to send for each source record, and reads the records that the flow sent."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class FlowOutputs:
         return found
 
     def left(self) -> Iterator[tuple[Source | None, str]]:
-        """For each record that `take` has not removed, yield the source record that it names, if any, and its place."""
+        """Yield the source record, if known, and the place of each record that `take` has not removed."""
         ask = "SELECT topic, feed, position, target, part, at FROM sent ORDER BY target, part, at"
         for *source, target, partition, offset in self._db.execute(ask):
             yield None if source[0] is None else Source(*source), self.place(target, partition, offset)
@@ -132,8 +132,9 @@ class FlowOutputs:
         """Return the records that the flow must have sent for a record, or the fault if the flow fails.
 
         ``own`` is the record's ID, and ``position`` is its position in the source topics. If ``kept`` is given, a
-        result for the first topic with an unchanged key goes to the partition ``kept``. The key determines the
-        partition of every other result. In place of an offset, each result has its number among the results.
+        result that goes to the first topic with an unchanged key is written to the partition ``kept``. The key
+        determines the partition of every other result. Instead of an offset, each result has its index among the
+        results.
         """
         made = yielded(self.flow, record, self.topics)
         if isinstance(made, Fault):
@@ -174,7 +175,7 @@ class FlowOutputs:
         return not there
 
     def match(self, task: int, position: int, sent: Sequence[FlowOutput]) -> None:
-        """Store, for `displaced`, the records that a task made from the record at a position of the task's log."""
+        """For `displaced`, store the records that a task made from the record at a position in the task's log."""
         rows = [
             (task, each.target, each.partition, each.offset, position * MOST_PARTS + part)
             for part, each in enumerate(sent)
@@ -182,7 +183,7 @@ class FlowOutputs:
         self._db.executemany("INSERT INTO matched VALUES (?,?,?,?,?)", rows)
 
     def displaced(self) -> Iterator[str]:
-        """Yield the place of each record whose log position is not after that of the record written before it."""
+        """Yield the place of each record whose log position is not above that of the previously written record."""
         for place in self._db.execute(_DISPLACED):
             yield self.place(*place)
 

@@ -275,8 +275,8 @@ def stream_times(
 ) -> Column:
     """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model accordingly.
 
-    The records at ``unjudged`` have a fault or no ID. According to the dead-letter topic, the records at ``letters``
-    are dead letters, so they change neither stream time nor their feed, unless their event time is negative.
+    The records at ``unjudged`` have a fault or no ID. The records at ``letters`` are dead letters according to the
+    dead-letter topic; those with a nonnegative event time change neither stream time nor their feed.
     """
     count = len(feeds)
     marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
@@ -459,7 +459,7 @@ def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
 
 
 def forwarded_digests(plan: Plan, log: Log) -> list[bytes]:
-    """Return `forwarded_digest` for each record of a log."""
+    """Return the result of `forwarded_digest` for each record of a log."""
     headers: Sequence[Headers] = log.headers
     if plan.topology.output is not None and plan.topology.output.headers:
         places = map(partial(position, plan), log.sources())

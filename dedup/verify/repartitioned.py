@@ -190,8 +190,8 @@ def log_rows(
 ) -> Iterator[Log]:
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
-    If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on what
-    they extract, the function adds these values to ``passed``.
+    If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on the
+    values that they extract, the function adds these values to ``passed``.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -208,7 +208,7 @@ def log_rows(
 
 
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[SourceTuple], set[int]]:
-    """Restore the source records, and return their source positions and the rows of idle markers."""
+    """Reconstruct the source records, and return their source positions and the rows of idle markers."""
     idle_rows: set[int] = set()
     tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
     # Most records are not idle markers, and the headers of these records are read as whole columns.

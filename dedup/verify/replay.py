@@ -63,13 +63,13 @@ def no_schema(place: str) -> str:
 
 
 def copy_digest(plan: Plan, content: bytes, headers: Headers, first_ms: int, first: SourceTuple) -> bytes:
-    """Return the digest of a duplicate in the duplicates or conflicts topic, where headers name the first sighting."""
+    """Return a duplicate's digest in the duplicates or conflicts topic, where headers name the first sighting."""
     added = [(FIRST_TIME_HEADER, b"%d" % first_ms), (FIRST_SOURCE_HEADER, position(plan, first))]
     return digest_with(content, [*headers, *added], 0)
 
 
 def sure_columns(log: Log, contents: list[bytes]) -> SureColumns:
-    """Return the records of a log as records that must be in a topic with these digests."""
+    """Return a log's records as records that must be in a topic, with the given digests."""
     return SureColumns(log.positions, contents, log.ids, log.sources())
 
 
@@ -89,8 +89,7 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether a worker's verdict on a record may differ from the model's, and if so, note that its ID is in
-        doubt.
+        """Return whether a worker's verdict may differ from the model's; if so, note that the record's ID is in doubt.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -166,7 +165,7 @@ class TaskReplay:
         return ~special[first]
 
     def _judge_at_once(self, log: Log) -> None:
-        """Count records that `_at_a_glance` selects, and expect them in the output or, as copies, in `duplicates`."""
+        """Count the records that `_at_a_glance` selects; expect each in the output or, as a copy, in `duplicates`."""
         first = _first_rows(log)
         unique = first == np.arange(len(log.ids))
         forwarded, repeated = log.at(np.flatnonzero(unique)), log.at(np.flatnonzero(~unique))
@@ -249,7 +248,10 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Check the dead letter of a record without a fault. A broker, a registry, a clock, or a flow caused it."""
+        """Check the dead letter of a record without a fault.
+
+        Such a dead letter is caused by a broker, a registry, a clock, or a flow.
+        """
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == FLOW_FAILED and self._plan.flowed is not None:
@@ -280,7 +282,7 @@ class TaskReplay:
         return by_evidence(self._plan.topology).get(letter.reason)
 
     def _verdicts(self) -> list[str]:
-        """Return all verdicts with which the flow may receive a judged record."""
+        """Return every verdict that a record passed to the flow can have."""
         late = ["late"] if self._plan.late_forwarded else []
         return ["", *late, *(["conflict"] if self._plan.rules.on_conflict == "forward" else [])]
 
@@ -300,7 +302,7 @@ class TaskReplay:
         return made
 
     def _compare_flow(self, row: Row, kept: Flowed, flowed: FlowOutputs) -> None:
-        """Compare the records that the flow should have sent for a source record with those that it sent."""
+        """Compare the records that the flow should have sent for a source record with those that the flow sent."""
         whys, certain = self._flow_may
         options = [self._flow_made(row, why) for why in whys]
         certain = certain and not self._pending
@@ -351,7 +353,7 @@ class TaskReplay:
             self._count("unique", verdict.time_ms)
 
     def _expect(self, row: Row, why: str | None, *, certain: bool) -> None:
-        """Add a record to those expected in the output, with the verdict ``why`` in its header.
+        """Add a record, with the verdict ``why`` in its header, to the records that are expected in the output.
 
         If ``why`` is None, the model does not forward the record. Unless the verdict is ``certain``, the record may
         also have been forwarded with any other verdict, or not at all.

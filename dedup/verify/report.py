@@ -160,7 +160,7 @@ class Report:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 
     def closing_line(self) -> str:
-        """Return a line with the numbers of lost and duplicated records, and every other count that is not 0."""
+        """Return a one-line summary: how many records were lost and duplicated, and every other count that is not 0."""
         others = "".join(
             f"  {kind} {number}"
             for kind, number in self.counts.items()

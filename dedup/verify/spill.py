@@ -26,7 +26,7 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 def buckets_for(rows: int) -> int:
-    """Return the number of buckets for this many rows, so that each bucket fits into memory."""
+    """Return how many buckets this many rows need so that each bucket fits into memory."""
     return 1 + rows // BUCKET_ROWS
 
 
@@ -66,7 +66,7 @@ class Spill:
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, places: Column, columns: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add rows to the buckets for the hashes ``places``.
+        """Add each row to the bucket for its hash in ``places``.
 
         ``columns`` contains arrays or lists of numbers, followed by lists of other values. ``size_bytes`` is the size
         of the rows' long values.

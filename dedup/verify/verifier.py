@@ -1,12 +1,12 @@
 """Implements `dedup verify`, which replays the records in Kafka with the exact model and reports differences.
 
 The verifier reads the group's committed offsets first. Workers must already have written the results of all records
-below these offsets. Only then does the verifier read the ends of the topics that workers write, so that all these
-results are before the ends. Records that workers judge during the verification are *pending*.
+below these offsets. After that, the verifier reads the end offsets of the topics that workers write to, so all these
+results are below the end offsets. Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
-Otherwise, it runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts cannot be
-checked are counted as not provable, never as correct.
+Otherwise, the verifier runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts
+cannot be checked are counted as not provable, never as correct.
 
 The size of the topics hardly affects memory use, because the verifier sorts records into buckets on disk (`spill`).
 """

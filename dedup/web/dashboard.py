@@ -131,7 +131,7 @@ _NULLABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A current issue of the worker or its tasks, described by a sentence."""
+    """A one-sentence description of a current issue of the worker or its tasks."""
 
     level: Literal["error", "warning"]
     text: str
@@ -154,7 +154,7 @@ def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
 
 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
-    """Return the issues of all workers, sorted and limited as in `notices`. A worker that does not respond is an issue.
+    """Return the issues of all workers, sorted and limited as in `notices`. An unresponsive worker counts as an issue.
 
     ``fleet`` contains what the page shows for each worker, beginning with this worker; ``own`` contains this worker's
     issues.
@@ -261,7 +261,7 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
     """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
 
-    Without ``peers``, the issues do not include workers that serve no pages. Otherwise, every worker would report them.
+    Without ``peers``, the issues omit workers that serve no pages, so that not every worker reports these workers.
     """
     counted, last = seen.total(), samples[-1] if samples else None
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]

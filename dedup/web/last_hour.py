@@ -1,13 +1,13 @@
 """Collects and merges data about the last hour of a fleet: its metrics, and the owners of each partition over time.
 
-Each worker keeps its data about the last hour in memory only. It adds up its own metrics in slots of ten seconds, and
-records the owner of each partition. For its own partitions, a worker also records the state of the task. It knows the
-owners of other partitions from the last assignment. The worker whose page is open merges the data of all workers. Slots
-begin at the same times on all workers and contain counts, so the merged metrics are the same as if a single worker ran
-all tasks.
+Each worker keeps its data about the last hour in memory only. A worker adds up its own metrics in ten-second slots,
+and records the owner of each partition. For its own partitions, a worker also records the state of the task. A worker
+knows the owners of other partitions from the last assignment. The worker whose page is open merges the data of all
+workers. Slots begin at the same times on all workers and contain counts, so the merged metrics are the same as if a
+single worker ran all tasks.
 
-If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions it
-owned.
+If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions that
+worker owned.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Memory:
         """
 
     def begins(self, now_ms: int) -> bool:
-        """Return whether counts that are added at ``now_ms`` are the first ones in their slot."""
+        """Return whether counts added at ``now_ms`` would be the first in their slot."""
         return not self._slots or self._slots[-1].number != now_ms // SLOT_MS
 
     def add(self, grown: Growth, now_ms: int, state_bytes: int | None = None) -> None:
-        """Add the growth of the counts since the previous call to the slot of ``now_ms``.
+        """Add the growth of the counts since the previous call to the slot that contains ``now_ms``.
 
         Only the first call for a slot needs ``state_bytes``, because determining the state size takes time.
         """
@@ -151,7 +151,7 @@ class Memory:
         self._ended.extend((place, *known, now_ms) for place, known in before.items())
 
     def told(self, topology: str, worker: str, now_ms: int, *, version: int) -> WorkerHour:
-        """Return this worker's data about the last hour, with the newest spans if there are more than `MOST_SPANS`."""
+        """Return this worker's data about the last hour, with at most the newest `MOST_SPANS` spans."""
         oldest_ms = now_ms - HOUR_MS
         spans = [
             Span(*place, owner or worker, state, from_ms, to_ms)
@@ -166,7 +166,7 @@ class Memory:
 def merged(hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None) -> dict[str, Any]:
     """Merge the data of several workers about the last hour, and return the result as plain data.
 
-    If ``of`` is the name of a worker, the metrics are those of this worker only. The timeline always covers all
+    If ``of`` is the name of a worker, the metrics cover only this worker. The timeline always covers all
     workers.
     """
     owned = _owners(hours, now_ms)
@@ -305,7 +305,7 @@ def _painted(spans: Sequence[Span], rank: Callable[[Span], Any]) -> list[Span]:
 
 
 class _Step(NamedTuple):
-    """A period during which a worker owned a partition, in any state."""
+    """A period during which a worker owned a partition, whatever the partition's state."""
 
     worker: str
     from_ms: int

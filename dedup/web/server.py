@@ -1,4 +1,4 @@
-"""Implements a worker's web server. It serves read-only pages, and only on loopback unless a token is set.
+"""Implements a worker's web server. The pages are read-only, and served only on loopback unless a token is set.
 
 To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so no
 worker forwards the request again. The answer is "not known" only if every partition that may hold the ID was searched.
@@ -121,7 +121,7 @@ _ANOTHER: Final = "it is a worker of another topology or release"
 
 
 def _session(token: Secret | None, timeout_s: float) -> ClientSession:
-    """Return an HTTP client for the pages of other workers, which sends the token if one is set."""
+    """Return an HTTP client for fetching other workers' pages. The client sends the token if one is set."""
     headers = {"Accept-Encoding": "identity"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token.get_secret_value()}"
@@ -194,7 +194,7 @@ class Answers(Protocol):
         """Return the worker's current state."""
 
     def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in the Prometheus text format."""
 
     def look_up(self, text: str) -> LookedUp:
         """Return what this worker's state contains about an ID. Raises SettingsError for text that cannot be an ID."""
@@ -213,7 +213,7 @@ class Answers(Protocol):
 
 
 class WebServer:
-    """The web server of one worker, for use with ``async with``. If it cannot listen, it only logs a warning."""
+    """A worker's web server, for use with ``async with``. If the server cannot listen, it only logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -238,7 +238,7 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """Return the URL of the pages for other machines, or None if the server does not listen.
+        """Return the URL at which other machines can reach the pages, or None if the server does not listen.
 
         The URL is `web.advertise` or, by default, contains the listening address or the machine's host name.
         """
@@ -420,7 +420,7 @@ class WebServer:
 
 
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
-    """Return the status of a worker and the URLs of its group's members as data that can be written as JSON."""
+    """Return the status of a worker and the URLs of its group's members as JSON-serializable data."""
     counted, total = seen.counters(), seen.total()
     return {
         "topology": seen.topology,

@@ -45,10 +45,10 @@ _INSTEAD: Final = (
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
     """Run the blocking function ``work`` in a daemon thread, and return its result.
 
-    ``work`` receives a function to which it reports the number of bytes in each transferred piece. Raises any exception
-    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread is
-    not taken from the event loop's pool, which also resolves host names, because unresponsive storage would exhaust
-    that pool.
+    ``work`` receives a callback, and calls it with the size of each transferred piece in bytes. Raises any exception
+    that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s`` seconds. The thread does
+    not come from the event loop's pool, because unresponsive storage would exhaust that pool, which also resolves host
+    names.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -96,13 +96,13 @@ class WantedCheckpoint:
 
     @property
     def scratch_home(self) -> Path:
-        """The parent of the temporary directories into which the topology's checkpoints are written."""
+        """The parent of the temporary directories for the topology's checkpoint files."""
         # The temporary directories are not in the topology's own directory, which exists only if there is state.
         return self.directory.parents[1] / SCRATCH / self.identity.topology
 
 
 class Bootstrap:
-    """Fetches checkpoints from a URL, and uses each checkpoint only once per process."""
+    """Fetches checkpoints from a URL, and uses each checkpoint at most once per process."""
 
     def __init__(self, url: str) -> None:
         self._url: Final = url
@@ -135,7 +135,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Return the opened store. If a store that comes from a checkpoint is unusable, return an empty one."""
+        """Return the opened store, or an empty store if the store came from a checkpoint and is unusable."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -177,7 +177,7 @@ class Bootstrap:
         log.info(text, identity, place, found.ids, found.position, found.size_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
-        """Return the reason not to use the checkpoint, or an empty string if it is useful."""
+        """Return the reason not to use the checkpoint, or an empty string if the checkpoint is useful."""
         if found in self._tried:
             return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:

@@ -1,13 +1,14 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
 A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
-again, so it is sent to the output. The header `dedup-verdict` excludes it from dedup's guarantee. A record that cannot
-be sent, for example because only its digest was kept, is reported and stays in its topic.
+again at its source, so it is sent to the output. The header `dedup-verdict` excludes such a record from dedup's
+guarantee. A record that cannot be sent, for example because only its digest was kept, is reported and stays in its
+topic.
 
 The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
-The broker forgets the replay position when `offsets.retention.minutes` have passed since the last replay, and a
-transactional commit cannot prevent that. Therefore, each replay also commits a replay mark, which does not expire, to
-the group `NAME.replay-mark`. This commit is not transactional. If there is a replay mark but no position, nothing is
+The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
+cannot prevent that. Therefore, each replay also commits a replay mark, which does not expire, to the group
+`NAME.replay-mark`. The replay mark's commit is not transactional. If there is a replay mark but no position, nothing is
 sent until the user says where to begin.
 """
 
@@ -79,7 +80,8 @@ class Replay:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin although no position is forgotten.
+        say where to begin. Raises SettingsError if the plan says where to begin but the broker has forgotten no
+        position.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places

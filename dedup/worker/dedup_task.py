@@ -164,7 +164,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """Records in the form that they had in the source topics, with each record's feed and source offset."""
+    """Records as they were in the source topics, with each record's feed and source offset."""
 
     batch: FeedBatch
     """The records, with the offsets of the repartition topic but the timestamps and headers of the source topics."""
@@ -175,8 +175,7 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return records of the repartition topic in the form that they had in the source topics, according to their
-    headers.
+    """Reconstruct the source records from a batch of the repartition topic, using the records' headers.
 
     Raises InvariantBroken if a record has no source position.
     """
@@ -209,7 +208,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
 def _without_extracted(batch: FeedBatch, idle_rows: Collection[int]) -> FeedBatch:
     """Return the batch without the header `EXTRACTED`, which is the last header of every record except idle markers.
 
-    Raises InvariantBroken if such a record lacks the header.
+    Raises InvariantBroken if a record that is not an idle marker lacks the header.
     """
     for row, own in enumerate(batch.headers):
         if row not in idle_rows and (not own or own[-1][0] != EXTRACTED):
@@ -280,7 +279,7 @@ class DedupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Describes the records of one transaction whose event times are in the future by the worker's clock."""
+    """Describes one transaction's records whose event times are in the future according to the worker's clock."""
 
     least_ms: int
     """The smallest event time that is in the future."""
@@ -370,9 +369,9 @@ class DedupTask(TaskWork):
         return max(committed or 0, record.next_offset)
 
     async def _reach(self, store: Store, committed: int) -> None:
-        """Repeat the restore until the task record is as new as the committed offset, which the same transaction wrote.
+        """Repeat the restore until it finds the task record of the transaction that committed the group's offset.
 
-        Raises StateIncompatible if such a task record does not appear.
+        Raises StateIncompatible if the changelog lacks this task record even after several attempts.
         """
         looks = 0
         while (record := store.task_record) is not None and record.next_offset < committed and looks < MOST_LOOKS:
@@ -406,9 +405,9 @@ class DedupTask(TaskWork):
         return restored.records
 
     def _kept_from(self, oldest_ms: int) -> int:
-        """Return an offset at or above which the changelog contains all sightings that end at ``oldest_ms`` or later.
+        """Return a changelog offset at or before the first sighting that ends at ``oldest_ms`` or later.
 
-        The owner of a partition truncates its changelog only below an offset that an applied task record contains.
+        A partition's owner truncates the changelog only below an offset that an applied task record contains.
         Therefore, a restore can distinguish such a truncation from a loss of records. The returned offset does not rise
         if somebody else has truncated the changelog, because this disk may then hold the only copy of the deleted
         records.
@@ -445,7 +444,7 @@ class DedupTask(TaskWork):
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
         """Judge a batch, or return None and change nothing if a record is still refused after ``most_folds`` folds.
 
-        Each fold turns only one refused record into a dead letter, because a dead letter may change the verdicts on
+        Each fold turns only one refused record into a dead letter, because a dead letter can change the verdicts on
         later records.
         """
         plan = self.plan
@@ -478,7 +477,7 @@ class DedupTask(TaskWork):
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Note the records that are in the future by this worker's clock, because a broker's clock may disagree."""
+        """Note which records are in the future by this worker's clock, because a broker's clock may disagree."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:

@@ -1,9 +1,9 @@
 """Adapts Faust: provides an app whose messages are whole batches, a table of sightings, and a task-group assignor.
 
-Each Faust message is a whole batch of records, so that Faust's overhead occurs once per batch, not once per record.
-Tasks, not Faust, handle offsets, transactions, sends, and restores, so Faust's methods for these operations raise an
-error (see `refused`). The table is read-only, because a task must store a sighting in the same transaction as the
-verdict on its record. Each task restores its own state, so Faust's recovery service never starts.
+Each Faust message is a whole batch of records, so Faust's overhead occurs once per batch, not once per record. Tasks,
+not Faust, handle offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error
+(see `refused`). The table is read-only, because a task must store a sighting in the same transaction as the verdict on
+its record. Each task restores its own state, so Faust's recovery service never starts.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class BatchSchema(faust.Schema[Any, Any]):
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # the base class has no types
     """Passes new assignments from aiokafka to Faust, which passes them to the tasks.
 
-    Tasks continue while the consumer group rebalances, because owners are fenced by their transactional IDs, not by
-    their membership. Therefore, the listener does not tell Faust about revoked partitions; otherwise, Faust would empty
-    its agents' queues.
+    Tasks continue while the consumer group rebalances, because fencing depends on transactional IDs, not on group
+    membership. Therefore, the listener does not tell Faust about revoked partitions; otherwise, Faust would empty its
+    agents' queues.
     """
 
     def __init__(self, consumer: Consumer) -> None:
@@ -130,7 +130,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
 
 
 class DedupApp(faust.App):
-    """A Faust app that also holds the tasks of a worker; `dedup.worker.worker.create_app` builds it."""
+    """A Faust app that also holds a worker's tasks; built by `dedup.worker.worker.create_app`."""
 
     settings: Settings
     wire: KafkaWire
@@ -178,7 +178,7 @@ class Consumer(FaustConsumer):
         """Maps each partition to the offset below which every committed record has been delivered."""
 
     async def on_start(self) -> None:
-        """Start the client without joining the group. The group is joined when Faust subscribes, after its agents have
+        """Start the client without joining the group. The worker joins when Faust subscribes, after Faust's agents have
         started.
         """
         app = self.app
@@ -222,7 +222,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return the reading's number, which its batches carry."""
+        """Start reading a partition at a position, and return the number that will identify this reading's batches."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -263,8 +263,8 @@ class Consumer(FaustConsumer):
     async def close_if_expelled(self) -> None:
         """Close every task if the group has expelled this worker and admitted it again.
 
-        The worker's partitions may have had other owners. A busy task would be fenced at its next commit, but an idle
-        task commits nothing.
+        While the worker was not a member, its partitions may have had other owners. A busy task would be fenced at its
+        next commit, but an idle task commits nothing and would not notice.
         """
         member_id = self.client._coordinator.member_id  # noqa: SLF001  # aiokafka has no public API for this
         if member_id != self._joined_as:
@@ -331,7 +331,7 @@ class Consumer(FaustConsumer):
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield the responses whose schemas are known, and hold back the others. Each partition keeps its order."""
+        """Yield fetch responses with known schemas, in order per partition, and hold back the others."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source
@@ -364,7 +364,7 @@ class Consumer(FaustConsumer):
         return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
-        """Commit the results of every task, and close it. Faust calls this method when the worker stops."""
+        """Commit every task's results, and close the tasks. Faust calls this method when the worker stops."""
         self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 

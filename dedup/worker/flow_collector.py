@@ -78,8 +78,8 @@ class FlowCollector(RecordCollector):
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
         """Return the records to send, grouped by target partition and in log order.
 
-        In a topology without a repartition topic, an output record with its source's key keeps its source partition.
-        Otherwise, the key or, if there is none, the tracking ID determines the partition.
+        In a topology without a repartition topic, an output record that has its source record's key keeps the source
+        partition. Otherwise, the key or, if there is none, the tracking ID determines the partition.
         """
         own, ids = TopicPartition(output.topic, self.partition), rows.extracted.ids
         keyed: defaultdict[str, list[bytes]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Reports a worker's readiness, tasks, and metrics, and looks up whether an ID was seen."""
+"""Reports a worker's readiness, tasks, and metrics, and looks up the sightings of an ID."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _cumulated(durations: Durations) -> list[tuple[str, int]]:
 
 
 def exposition(seen: WorkerSeen) -> bytes:
-    """Return the worker's metrics in Prometheus' text format."""
+    """Return the worker's metrics in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Scrape(seen))
     return generate_latest(registry)
@@ -209,7 +209,7 @@ class Introspection:
         return {name: digest for name, digest in digests.items() if digest}
 
     def metrics(self) -> bytes:
-        """Return the worker's metrics in Prometheus' text format."""
+        """Return the worker's metrics in the Prometheus text format."""
         return exposition(self.seen())
 
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
@@ -282,7 +282,7 @@ class Introspection:
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the counters and the lag of every task. This is cheap, because no store is read."""
+        """Yield the counters and the lag of every task. `pulse` is cheap, because it reads no store."""
         for feeding, task in self.app.tasks.running.items():
             lag = self._lag(feeding, task)
             yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value)
@@ -295,7 +295,7 @@ class Introspection:
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the group's members at the last assignment, sorted by name; empty before the first assignment.
+        """Return the group's members at the last assignment, sorted by name, or none before the first assignment.
 
         Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some of
         these members may no longer be running.
@@ -317,7 +317,7 @@ class Introspection:
         return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if it is long, or None if the log does not contain it.
+        """Return a source record, truncated if it is long, or None if the topic does not contain the record.
 
         Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
         topology or if the fetch is refused.
@@ -335,8 +335,8 @@ class Introspection:
 def state_keys(topology: Topology, text: str) -> list[bytes]:
     """Return the state keys of all IDs that a user's input may stand for.
 
-    For example, the input ``7`` may stand for the string "7" or the number 7. Users write a composite ID as a JSON
-    array of its parts, and a content ID as the content itself.
+    For example, the input ``7`` can mean the string "7" or the number 7. Users write a composite ID as a JSON array of
+    its parts, and a content ID as the content itself.
 
     Raises SettingsError if ``text`` cannot be an ID of the topology.
     """
@@ -365,7 +365,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 
 def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
-    """Yield the ID for each value that the user's function may have returned. The function is not called."""
+    """Without calling the user's function, yield the ID for each value that the function may have returned."""
     values: list[str | bytes | int] = [text, text.encode()]
     if _JSON_INTEGER.fullmatch(text):
         with suppress(ValueError):  # Python parses and formats at most a few thousand digits
@@ -557,9 +557,9 @@ def _of_parts(rule: PartsRule, written: Sequence[str]) -> _Record:
 
 
 def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | None, _Headers, list[str]]:
-    """Divide the parts of an ID into the record key, the headers, and the literals of value members, and return these.
+    """Split the parts of an ID into the record key, the headers, and the literals of value members.
 
-    An empty object stands for an absent part.
+    In the input, an empty JSON object stands for an absent part.
     """
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []

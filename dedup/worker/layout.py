@@ -2,11 +2,11 @@
 
 Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
 stored in the cluster, as a record in the topic ``<name>.layout``, to which only the transactional ID ``<name>.layout``
-writes. A topology without a layout topic has the first layout: one partition per transaction.
+writes. A topology without a layout topic has the default layout: one partition per transaction.
 
 A change of the layout first writes a layout with `changing_to`, then fences every transactional ID of the old and the
 new layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
-group finds the change and ends, or the change has not fenced the group's ID yet and will fence it.
+group sees the change and stops, or the change has yet to fence the group's transactional ID and will do so.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layout:
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """Return a layout encoded as a record value."""
+    """Encode a layout as a record value."""
     return json.dumps({"version": _VERSION, **asdict(layout)}, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -72,7 +72,7 @@ def decode_layout(value: bytes, topic: str) -> Layout:
 
 
 async def read_layout(wire: Wire, topology: Topology) -> Layout:
-    """Return the newest committed layout, or the first layout if none was written.
+    """Return the newest committed layout, or the default layout if none was written.
 
     Raises StateIncompatible if this release cannot read the layout, or BrokerUnavailable if the broker denies access.
     """
@@ -104,7 +104,7 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raises StateIncompatible if it is being changed or differs from this process's layout.
+    """Return the layout. Raises StateIncompatible if the layout is being changed or differs from this process's layout.
 
     Call `refuse_other_layout` after InitProducerId.
     """
@@ -147,8 +147,8 @@ async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
     """Return the topology with `auto` replaced by the number of partitions per transaction.
 
-    The number comes from the layout in the cluster or, if there is none and the topology is new (``fresh``), from the
-    partition counts.
+    The number of partitions per transaction comes from the layout in the cluster. If a new topology (``fresh``) has no
+    layout yet, the number is derived from the partition counts.
     """
     if topology.transactions.partitions != "auto":
         return topology
@@ -230,7 +230,7 @@ class LayoutChange:
             waited_s += _LOOK_AGAIN_MS / 1000
 
     async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
-        """Make ``partitions`` partitions share a transaction; afterward, no worker with the old layout can commit.
+        """Put ``partitions`` partitions into each transaction; afterward, no worker with the old layout can commit.
 
         If ``anew`` is True, the state starts from scratch, so the layout records the current partition counts. If
         ``unless_there`` is True and another process has written a layout, nothing is changed. Raises TaskMigrated if
@@ -253,7 +253,7 @@ class LayoutChange:
         await self._write(session, Layout(partitions, counts))
 
     async def fence(self, layout: Layout, *sizes: int) -> None:
-        """Fence all owners under ``layout`` or with a group size in ``sizes``, and end their transactions."""
+        """Fence all owners that use ``layout`` or a group size in ``sizes``, and end their transactions."""
         for size in sorted({layout.partitions, layout.changing_to or layout.partitions, *sizes}):
             for transactional_id in transactional_ids(self.topology, self.cluster, size):
                 await self._session(transactional_id).open()
@@ -265,9 +265,9 @@ class LayoutChange:
     async def _write(self, session: Session, layout: Layout) -> None:
         """Write a layout, and wait until every reader gets this layout or a newer one.
 
-        A broker responds to EndTxn before it writes the markers, and readers get the previous layout until the markers
-        are written. A worker that begins a new epoch after the fencing and reads the previous layout would continue
-        with that layout.
+        A broker responds to EndTxn before it writes the transaction markers, and readers get the previous layout until
+        the markers are written. A worker that began a new epoch after the fencing but read the previous layout would
+        continue with that layout.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))

@@ -1,7 +1,7 @@
 """Finds the offset at which a task starts to read: the committed offset or, without one, what `start` specifies.
 
-The metadata of each committed offset contains topic IDs (KIP-516). Kafka stores offsets by topic name, and if a topic
-is recreated, the same offsets belong to different records.
+The metadata of each committed offset contains topic IDs (KIP-516). Kafka stores offsets by topic name, so after a topic
+is recreated, its old offsets would point to different records.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
-    """Return the offset that ``start`` specifies. A time in ms stands for the first record at or after that time."""
+    """Return the offset that ``start`` specifies. A start time in ms selects the first record at or after that time."""
     bounds = await bounds_of(wire, feeding)
     match start:
         case "earliest":
@@ -78,7 +78,7 @@ async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: i
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return the offset that `committed_position` returns, without the leader epoch and the note."""
+    """Return only the offset from `committed_position`, without the leader epoch and the note."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
@@ -87,8 +87,8 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
     """Return the group's committed offset with its leader epoch and its note.
 
     The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
-    the offset (KIP-447). If the caller does not own the partition, the call may last until the transaction of a dead
-    worker times out.
+    the offset (KIP-447). If the caller does not own the partition, the call can block until a dead worker's transaction
+    times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
@@ -103,7 +103,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return a committed offset's note: the ID of the feeding topic and, if the task has state, of the changelog."""
+    """Return a committed offset's note: the feeding topic's ID and, if the task has state, the changelog topic's ID."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 

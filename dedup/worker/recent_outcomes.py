@@ -63,7 +63,7 @@ class Recent:
         self._open.clear()
 
     def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
-        """Yield the committed samples for display, the oldest of each kind first; ``ids`` says whether to show IDs."""
+        """Yield the committed samples for display, oldest first within each kind; ``ids`` says whether to show IDs."""
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None

@@ -148,12 +148,12 @@ class Refusals:
 
 
 def refusal(topic: str, why: str) -> Fault:
-    """Return the fault of a record that the topic refuses or, if ``topic`` is `FLOW`, on which the flow failed."""
+    """Return the fault for a record that the topic refuses or, if ``topic`` is `FLOW`, that the flow failed on."""
     return Fault(FaultKind.UNREADABLE, FLOW_FAILED if topic == FLOW else "refused_by_broker", why)
 
 
 def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault]:
-    """Return a fault for each row whose offset is in ``refused`` or that has a header name that is not UTF-8."""
+    """Return a fault for each row that has an offset in ``refused`` or a header name that is not UTF-8."""
     faults = {}
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
@@ -166,9 +166,9 @@ def faults_of(batch: FeedBatch, refused: Mapping[int, Fault]) -> dict[int, Fault
 class Limits:
     """The size limits of the topics that a worker writes to. All tasks of a worker share one `Limits` object.
 
-    A limit is trusted for a minute, so that a worker notices an increase of `max.message.bytes` without a restart. When
-    a limit is older than a minute, a record that seems too large is sent anyway, and the limit is read again only if
-    the broker refuses the record.
+    A topic's limit is trusted for a minute, so a worker notices an increased `max.message.bytes` without a restart.
+    When a limit is older than a minute, a record that seems too large is sent anyway, and the limit is fetched again
+    only if the broker refuses the record.
     """
 
     def __init__(self, known: Mapping[str, Limit], now_ms: Callable[[], int], wire: Wire) -> None:
@@ -198,7 +198,7 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the size limit of the partition's topic again. If the broker does not respond, keep the known limit."""
+        """Fetch the topic's current `max.message.bytes`. If the broker does not respond, keep the known limit."""
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
@@ -282,7 +282,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines (records to send) as batches. Lines that the topic refuses go into ``misfits`` instead."""
+        """Return the lines (records to send) as batches. Lines that the topic refuses go into ``misfits``."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -328,7 +328,7 @@ class RecordCollector:
         route: Route,
         misfits: Misfits,  # noqa: ARG002  # only `FlowCollector` uses this parameter
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
-        """Return the records to forward, by partition. Records on which a flow fails go into ``misfits`` instead."""
+        """Return the records to forward, by partition. Records on which the flow fails go into ``misfits``."""
         forwarded = self.forwarded(outcome)
         if not forwarded:
             return []
@@ -415,7 +415,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic may accept, and add the lines that it is known to refuse to ``misfits``."""
+    """Yield the lines that the topic may accept, and put lines that are known to be refused into ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:

@@ -1,4 +1,4 @@
-"""Implements a `repartition` task, which sends each source record to the partition of its ID without judging it."""
+"""Implements a `repartition` task, which sends each source record to its ID's partition without judging the record."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RepartitionTask(TaskWork):
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Return batches for the partitions of the records' IDs. Each record gets a header with its source position."""
+        """Return the records, batched by their IDs' partitions. Each record gets a header with its source position."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
         # A record without an ID also needs a verdict, so it goes to a `dedup` task, too.
@@ -121,7 +121,7 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` never omits a dead letter
 
     def idle(self) -> list[RecordBatch]:
-        """Return an idle marker for each partition of the repartition topic, which says that this feed has no new
+        """Return one idle marker per partition of the repartition topic. A marker says that this feed has no new
         records.
         """
         topic, partition = self._plan.feeding

@@ -118,7 +118,7 @@ class Reset:
         return offsets
 
     async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
-        """Return each partition that has a checkpoint, together with the storage of the checkpoint."""
+        """Return each partition that has a checkpoint, together with the checkpoint's storage."""
         url = self.settings.state.checkpoint
         if url is None:
             return []
@@ -143,7 +143,7 @@ class Reset:
         await change.fence(await read_layout(self.wire, topology))
 
     async def _renew_layout(self) -> None:
-        """Write the layout for the partition counts that the topics have now."""
+        """Write the layout for the topics' current partition counts."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(known_names(topology)))
         if topology.layout_topic in cluster.topics:

@@ -5,8 +5,8 @@ after InitProducerId. A restore ends when the store's *position* reaches the hig
 because the last offsets may belong to transaction markers or to records that were compacted away.
 
 If the guard period or the grace has changed but their sum has not, a restore does not notice the change, because the
-state contains only the width of its segments, which is half of that sum. A standby is a copy of another worker's store
-that is kept up to date from the changelog.
+state records only the segment width, which is half of that sum. A standby is a copy of another worker's store that is
+kept up to date from the changelog.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ async def fitted(
 
     If the window requires segments of a different width, the store is cleared, and all state is read from the changelog
     again. Raises StateIncompatible and changes nothing if the store does not match the changelog or if the changelog
-    lacks records that must be read. Exceptions that ``accept`` raises propagate.
+    lacks records that must be read. Exceptions raised by ``accept`` propagate.
     """
     record = store.task_record
     if record is not None:
@@ -249,7 +249,7 @@ async def truncated_to(
 ) -> int:
     """Return the new first offset of a changelog whose owner has deleted the record at ``position``.
 
-    Raises ``refused``, the error of a fetch, if the changelog still contains ``position``. Raises StateIncompatible if
+    Raises ``refused``, the fetch error, if the changelog still contains ``position``. Raises StateIncompatible if
     another program deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
@@ -282,7 +282,7 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply the changelog records of one fetch in a single atomic write, in segments of ``window.segment_ms``.
+    """Apply the changelog records of one fetch in a single atomic write, in segments of width ``window.segment_ms``.
 
     Segments that have expired according to the newest task record are left out.
     """
@@ -305,7 +305,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Return whether any sighting belongs to a different segment according to the current window."""
+    """Return whether the current window assigns any sighting to a different segment."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -321,7 +321,7 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 
 @dataclass(slots=True)
 class LostOffsets:
-    """Detects source partitions that were read but for which the group no longer has an offset."""
+    """Detects source partitions that were read but no longer have a committed offset."""
 
     topology: Topology
     cluster: Cluster
@@ -330,7 +330,7 @@ class LostOffsets:
     """The latest search of the changelogs, or None; all tasks that start while it runs share its result."""
 
     async def refuse_any(self) -> None:
-        """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
+        """Raise StateIncompatible if any source partition was read but no longer has a committed offset."""
         if self.topology.direct:
             return
         topics = self.topology.source.topics
@@ -356,7 +356,7 @@ class LostOffsets:
             raise self._refusal([feed])
 
     async def _read_feeds(self) -> set[Feed]:
-        """Return the source partitions with judged records, according to the task records."""
+        """Return the source partitions that have judged records according to the task records."""
         changelogs = self.cluster.topics[self.topology.changelog_topic].places
         records = [await last_task_record(self.wire, changelog, stable=False) for changelog in changelogs]
         feeds = [feed for record in records if record is not None for feed in record.feeds]
@@ -450,7 +450,7 @@ class Standbys:
                     self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Return whether the calling loop is still the one that follows the partition."""
+        """Return whether the calling loop is still the loop that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:

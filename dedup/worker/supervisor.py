@@ -30,7 +30,7 @@ NO_BROKER: Final = 5
 
 @dataclass(slots=True)
 class Child:
-    """A worker process, and the times at which it was started and will be restarted."""
+    """A worker process, with its start time and planned restart time."""
 
     number: int
     """The number at the end of the worker's ID; numbers start at 1."""
@@ -44,7 +44,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What a fleet runs: the topology, its settings, and the number of workers."""
+    """The topology, settings, and number of workers of a fleet."""
 
     topology: Path
     config: Path | None
@@ -68,7 +68,7 @@ class FleetPlan:
         return [*line, *(option for option, given in flags.items() if given)]
 
     def _pages(self, number: int) -> list[str]:
-        """Return the settings of a worker's web pages. Each worker's port is one above that of the previous worker."""
+        """Return the settings of a worker's web pages. Each worker's port is one higher than the previous worker's."""
         web = self.settings.web
         if web.port == 0:
             return []
@@ -137,7 +137,8 @@ def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
     If a signal kills a worker while it is stopping, its exit code counts as 128 plus the number of the signal, as in a
-    shell. A worker that SIGTERM kills does not count, because it had either not begun to judge or already finished.
+    shell. The exit code of a worker that SIGTERM kills does not count, because the worker had either not begun to judge
+    or already finished.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:

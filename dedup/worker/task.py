@@ -1,10 +1,10 @@
 """Implements a task, which processes one feeding partition. A `dedup` task also has a store and a changelog partition.
 
-A task exists for one assignment. It judges the records of its feeding partition, and buffers their sightings until
-these are committed. The task's `TaskGroup` sends the results and commits them. Correctness depends on the order of the
-steps. First, the group fences the previous owner (InitProducerId). Then, `start` reads the committed offset, restores
-the store to the end of the changelog, and returns the offset at which to start reading. After that, these methods
-process each batch:
+A task exists for the duration of one assignment. The task judges the records of its feeding partition, and buffers
+their sightings until the sightings are committed. The task's `TaskGroup` sends the results and commits them.
+Correctness depends on the order of the following steps. First, the group fences the previous owner (InitProducerId).
+Then, `start` reads the committed offset, restores the store to the end of the changelog, and returns the offset at
+which to start reading. After that, these methods process each batch:
 
     process(batch)   judges a batch (pure), keeps sightings in the write buffer's open generation, and sends the results
     capture()        freezes the generation and returns the task record, for the transaction that the group now commits
@@ -109,7 +109,7 @@ def _since_boot_s() -> float:
 
 
 class SteadyClock:
-    """The tasks' clock, which never goes back and is never behind a time that a broker has reported.
+    """The tasks' clock, which never goes backward and is never behind a time that a broker has reported.
 
     The clock adds the elapsed time to the wall-clock time at which it was created. The boot clock measures the elapsed
     time, because the monotonic clock stops while the machine is suspended. When a broker reports that it appended a
@@ -126,7 +126,7 @@ class SteadyClock:
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:
-        """Advance the clock to the broker's time if the clock is behind it, and log a difference of 1 s or more."""
+        """If the clock is behind the broker's time, advance the clock, and log a difference of 1 s or more."""
         behind_ms = broker_ms - self.now_ms()
         if behind_ms <= 0:
             return
@@ -141,7 +141,7 @@ class SteadyClock:
 
 
 class TaskWork(abc.ABC):
-    """Processes the records of one kind of task and keeps the task's state, but commits nothing."""
+    """Processes records for one kind of task and keeps the task's state, but commits nothing."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class TaskWork(abc.ABC):
         """Judge a batch, keep its new sightings until they are applied, and return the record batches to send."""
 
     async def overtaken(self) -> bool:
-        """Return whether another owner has written state since this task's last commit; call this in a new epoch."""
+        """In a new epoch, return whether another owner has written state since this task's last commit."""
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # only work that keeps state needs the offset
@@ -191,11 +191,11 @@ class TaskWork(abc.ABC):
         return Frozen([], apply)
 
     def idle(self) -> list[RecordBatch]:
-        """Return markers that say that this feed has no new records, or an empty list if no task needs such markers."""
+        """Return idle markers, which say that this feed has no new records, or an empty list if no task needs any."""
         return []
 
     def discard(self) -> None:
-        """Discard everything that was judged but not applied to the store."""
+        """Discard all results that have not been applied to the store."""
         self._judged = Judged()
         self.recent.discard()
 
@@ -283,7 +283,7 @@ class Task:
 
     @property
     def position(self) -> Position:
-        """The `next_offset` of the task, together with the leader epoch of the record before that offset."""
+        """The task's `next_offset`, with the leader epoch of the record before that offset."""
         return Position(self.next_offset, self._leader_epoch, self._committing.note)
 
     @property
@@ -302,10 +302,10 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Restore the state, and return the offset at which to start reading. The task's group must be open already.
+        """Restore the state, and return the offset at which to start reading. The task's group must already be open.
 
-        After TaskCorrupted, the method may be called again. If the task's group is closed during the call, the task
-        does not start to run. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable; see
+        After raising TaskCorrupted, `start` can be called again. If the task's group is closed during the call, the
+        task does not start to run. Raises StateIncompatible, TaskCorrupted, CommitUnknown, or BrokerUnavailable; see
         `dedup.errors`.
         """
         if self.state is TaskState.CREATED:
@@ -383,7 +383,7 @@ class Task:
             raise
 
     def _with_append_times(self, batch: FeedBatch) -> FeedBatch:
-        """Return the records before the first one whose timestamp the broker did not set, and set `_ending`."""
+        """Return the records before the first one without a broker-set timestamp, and set `_ending` if there is one."""
         created = batch.first_created()
         if created is None:
             return batch
@@ -467,7 +467,7 @@ class Task:
             raise self._ending
 
     def learn(self, refusals: Sequence[RecordRefused]) -> None:
-        """Note a transaction's refused batches. Raises RecordRefused if a refused record has no replacement left."""
+        """Note which batches brokers refused. Raises RecordRefused if a refused record has no replacement left."""
         # A flow may have made records for several partitions from one record, and all of them may be refused at once.
         before = frozenset(self._refusals.rows)
         for refused in refusals:
@@ -516,9 +516,7 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard everything that is not committed, and release the store. If `start` is running, it releases the
-        store.
-        """
+        """Discard all uncommitted results, and release the store. If `start` is running, `start` releases the store."""
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

@@ -100,7 +100,7 @@ class TaskFactory:
         )
 
     def keeping(self, partition: int) -> Keeping:
-        """Return the functions with which a task or a standby opens and releases the partition's store."""
+        """Return the functions that a task or standby uses to open and release the partition's store."""
         bootstrap, pool = self.bootstrap, self.pool
         prepare = None if bootstrap is None else partial(bootstrap.prepare, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
@@ -158,7 +158,7 @@ class TaskFactory:
         return [tuple(members) for members in by_group.values()]
 
     def build(self, members: Members) -> TaskGroup:
-        """Return a new task group with one task per feeding partition in ``members``, which `grouped` has returned."""
+        """Return a new task group with one task per feeding partition in ``members``, a tuple from `grouped`."""
         self.wire.pin(self.check.topic_ids)
         topology, first = self.topology, members[0]
         dedup = topology.direct or first.topic not in topology.source.topics

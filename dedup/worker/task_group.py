@@ -88,9 +88,9 @@ class TaskGroup:
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:
-        """Commit everything that was judged since the last commit, if anything, and apply the results to the stores.
+        """Commit all results since the last commit, if any, and apply them to the stores.
 
-        If this raises TaskMigrated, CommitUnknown, or TaskCorrupted, the caller must discard the group.
+        If `commit` raises TaskMigrated, CommitUnknown, or TaskCorrupted, the caller must discard the group.
         """
         begun_s = time.monotonic()
         async with self._commit_lock:
@@ -155,14 +155,15 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return False if the group was closed during its commit, because its stores may have new owners."""
+        """Return False if the group was closed during its commit, because its stores may then have new owners."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        Afterward, raises the first error, if any. The results of a task that failed are restored from the changelog.
+        After applying all results, raises the first error, if any. The results of a task that failed are restored from
+        the changelog.
         """
         errors: list[Exception] = []
         for each in captured:
@@ -214,7 +215,7 @@ class TaskGroup:
             self.tasks[feeding].learn(own)
 
     async def _look_at_limits(self, refused: Sequence[RecordRefused]) -> None:
-        """Reread the size limits of the topics that refused a record for its size. All tasks share these limits."""
+        """Refetch `max.message.bytes` for topics that refused a record as too large. All tasks share these limits."""
         too_large = sorted({(each.topic, each.partition) for each in refused if each.too_large})
         for task in self._running()[:1]:
             for topic, partition in too_large:
@@ -228,7 +229,7 @@ class TaskGroup:
             task.close_now()
 
     async def close(self, *, drain: bool) -> None:
-        """Release the stores and the session. If ``drain`` is True, first commit everything that was judged."""
+        """Release the stores and the session. If ``drain`` is True, first commit all results."""
         try:
             if drain and self._running():
                 await self.commit()

@@ -60,10 +60,10 @@ class Membership(Protocol):
     """
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return the reading's number, which its batches carry."""
+        """Start reading a partition at a position, and return the number that will identify this reading's batches."""
 
     def halt(self, feeding: TopicPartition) -> None:
-        """Stop reading a partition until `begin` is called for it."""
+        """Stop reading a partition until `begin` is called for the partition."""
 
     def rejoin(self) -> None:
         """Ask the consumer group for a new assignment."""
@@ -134,10 +134,10 @@ class TaskManager:
         return self._tasks
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
-        """Close the task groups of other partitions, and start the groups of ``feeding`` that are not open yet.
+        """Close the task groups of partitions outside ``feeding``, and start those of ``feeding`` that are not open.
 
-        Groups that are open and stay assigned continue. A group that was fenced is no longer open, so it is started
-        again. The closed groups do not commit again, because their new owners may have fenced them by now.
+        Open groups that stay assigned continue. A group that was fenced is no longer open, so it is started again. The
+        closed groups do not commit again, because their new owners may have fenced them by now.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)
@@ -195,7 +195,7 @@ class TaskManager:
             self.fail(error)
 
     async def _run_again_and_again(self, members: Members) -> None:
-        """Run a task group until it is closed. Build and run a new one whenever the outcome of a commit is unknown."""
+        """Run a task group until it is closed. If a commit's outcome is unknown, build and run a new task group."""
         outage = Outage()
         while True:
             try:
@@ -303,7 +303,7 @@ class TaskManager:
         self.fenced += not expected
 
     def _is_current(self, members: Members) -> bool:
-        """Return whether the calling loop is still the one that runs the group of these partitions."""
+        """Return whether the calling loop is still the loop that runs the group of these partitions."""
         return self._loops.get(members) is asyncio.current_task()
 
     def _give_back(self, members: Members) -> None:
@@ -333,8 +333,8 @@ class TaskManager:
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """Return the commit interval in seconds. It grows with the number of busy groups, so that time is left for
-        judging.
+        """Return the commit interval in seconds. The interval grows with the number of busy groups, so that time is
+        left for judging.
         """
         busy = sum(1 for group in self._groups.values() if group.dirty.is_set())
         return max(self._commit_interval_s, min(_GROUP_INTERVAL_S * busy, _LONGEST_INTERVAL_S))

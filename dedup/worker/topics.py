@@ -1,7 +1,7 @@
 """Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
-By default, the topics that dedup creates keep records at least as long as the source topics do, because forwarded
-records keep their timestamps, and a broker with a shorter retention would soon delete old ones.
+By default, the topics that dedup creates keep records at least as long as the source topics do. Forwarded records keep
+their timestamps, so a topic with a shorter retention would soon lose the old ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _longest_retention(sources: Iterable[Topic]) -> Retention:
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
     """Yield the name of each topic that would delete records too early, with a sentence that describes the problem.
 
-    ``have`` contains the existing topics with their configs, and ``wanted`` the topics to create.
+    ``have`` contains the existing topics with their configs, and ``wanted`` contains the topics to create.
     """
     longest = _longest_retention(have[name] for name in topology.source.topics)
     output = topology.output.topic if topology.output is not None else None
@@ -136,7 +136,7 @@ class Cluster:
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """Maps each topic whose configs the worker is permitted to read to its size limits."""
+        """Maps topics to their size limits, except topics whose configs the worker is not permitted to read."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
@@ -171,7 +171,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def known_names(topology: Topology) -> list[str]:
-    """Return every topic that the topology may have, including the layout topic even if the topology needs none."""
+    """Return every topic that the topology may have, including the layout topic even if it is not needed."""
     return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
 
 
@@ -277,7 +277,7 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
     """Create the missing topics, and return the cluster with all topics.
 
-    Raises StateIncompatible if a topic with state is missing although the group has offsets or there is local state.
+    Raises StateIncompatible if a state topic is missing although the group has offsets or local state exists.
     """
     have = await admin.topics(known_names(topology))
     wanted = missing_topics(topology, settings, have)

@@ -1,4 +1,4 @@
-"""Defines `TopologyTestDriver`, with which users test a topology file without a broker, as in Kafka Streams (KIP-247).
+"""Defines `TopologyTestDriver`, which lets users test a topology file without a broker, as in Kafka Streams (KIP-247).
 
 The driver runs the same tasks, task groups, and transactions as a worker, but with an in-memory cluster and stores.
 Only the code that passes records to the tasks differs: each call of `feed` returns after its records are judged and
@@ -81,7 +81,7 @@ class DriverClock(SteadyClock):
 
 
 class TopologyTestDriver:
-    """Runs a topology without a broker, for tests of a topology file. Use the driver as a context manager.
+    """Runs a topology without a broker, to test a topology file. Use the driver as a context manager.
 
     The worker's own code judges and commits every record before `feed` returns. Only the event times of records advance
     stream time, and only `advance_clock` advances the clock, so results do not depend on how fast a test runs. Times
@@ -164,8 +164,8 @@ class TopologyTestDriver:
 
         With `event_time: arrival`, the append time is the clock's time, so passing a ``timestamp`` raises ValueError.
 
-        Raises the error with which a worker would stop, such as `RecordFailed` if a policy is `fail`. After an error,
-        the batch is not committed, and every later call raises the same error.
+        Raises the error that would stop a worker, such as `RecordFailed` if a policy is `fail`. After an error, the
+        batch is not committed, and every later call raises the same error.
         """
         if timestamp is not None and self.topology.by_arrival:
             raise ValueError("with `event_time: arrival`, the time of a record is the clock's; use `advance_clock`")
@@ -215,7 +215,7 @@ class TopologyTestDriver:
         return found
 
     def read(self, topic: str) -> list[OutputRecord]:
-        """Return the records that a topic has received since the last call, in the order in which they were written.
+        """Return the records that a topic has received since the last call, in the order they were written.
 
         Raises ValueError if the topology does not write to the topic.
         """

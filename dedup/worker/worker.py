@@ -73,11 +73,11 @@ class _Checked:
 
 
 class Loop(uvloop.Loop):
-    """A uvloop event loop whose connections raise OSError for a write after they were closed.
+    """A uvloop event loop whose closed connections raise OSError on a write.
 
-    Unlike asyncio's own loop, uvloop raises RuntimeError for a write on a connection that the peer has reset. The
-    client library aiokafka handles only OSError in this case, so a lost connection would crash the worker with a
-    traceback.
+    Unlike asyncio's own loop, uvloop raises RuntimeError for a write on a connection that the peer has reset. When a
+    write fails, the client library aiokafka handles only OSError, so uvloop's RuntimeError would crash the worker with
+    a traceback.
     """
 
     async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop defines this signature
@@ -130,8 +130,8 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle after `idle_after_ms` without lag. A marked feed is marked again only after another
-        record.
+        """Mark each feed as idle after `idle_after_ms` without lag. A marked feed is marked again only after it has
+        received another record.
         """
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
@@ -300,11 +300,11 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @dataclass(slots=True)
 class Maintenance:
-    """Deletes records that no restore needs, and limits the size of the state. `run` repeats this until it is canceled.
+    """Deletes records that no restore needs, and limits the size of the state. `run` repeats both until it is canceled.
 
-    Deleting changelog records is safe at any time, even if the owner is about to be fenced. The records belong to
-    expired segments, which no later owner needs, because stream time never decreases. Records of the repartition topic
-    are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
+    Deleting changelog records is safe at any time, even if the owner is about to be fenced. The deleted records belong
+    to expired segments, which no later owner needs, because stream time never decreases. Records of the repartition
+    topic are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
     """
 
     app: DedupApp
@@ -372,7 +372,7 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need; dedup never deletes these."""
+        """Log an error once if the changelog lacks records that live segments need, which dedup never deletes."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
@@ -410,7 +410,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log an error when at least 95% of the last minute's records are dead letters, and a warning when this ends."""
+    """Log an error if at least 95% of the last minute's records are dead letters, and a warning when fewer are."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
@@ -432,7 +432,7 @@ async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClo
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of a worker's run. By default, a worker runs until it is stopped, and serves no web pages."""
+    """Options for running a worker. By default, a worker runs until it is stopped, and serves no web pages."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None

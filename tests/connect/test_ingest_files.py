@@ -117,7 +117,7 @@ async def test_a_copy_in_the_place_of_a_file_stops_ingest(stage):
     assert numbers(stage) == list(range(10))
 
 
-async def test_bad_lines_are_dead_letters_and_their_neighbours_are_sent(stage):
+async def test_bad_lines_are_dead_letters_and_their_neighbours_are_sent(stage, caplog):
     bad = [b"no json", b'{"id":"x","n":\xff}', b'{"n":1}', b'{"id":null}', b'{"id":"twice","id":"twice"}']
     path = stage.incoming / "a.jsonl"
     path.write_bytes(lines(0, 20) + b"\n".join(bad) + b"\n\n  \n" + lines(20, 20))
@@ -128,6 +128,8 @@ async def test_bad_lines_are_dead_letters_and_their_neighbours_are_sent(stage):
     assert [message.value() for message in letters] == bad
     reasons = [dict(message.headers())["dedup-reason"].decode() for message in letters]
     assert reasons == ["not_json", "not_utf8", "id_missing", "id_null", "repeated_member"]
+    told = [record.message for record in caplog.records if "becomes a dead letter in" in record.message]
+    assert [reason for reason in reasons for text in told if f"({reason})" in text] == reasons
 
 
 async def test_a_line_of_100_mb_is_a_dead_letter_of_its_digest(stage):

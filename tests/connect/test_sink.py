@@ -100,7 +100,7 @@ async def test_without_columns_key_and_value_are_kept_as_bytes(stage, admin, dat
     assert [tuple(map(bytes, (row[0], row[2], row[3]))) for row in rows()] == [(b"\x01e1", key, value)]
 
 
-async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(stage, admin, database):
+async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(stage, admin, database, caplog):
     url, rows = database
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     bad = [
@@ -124,6 +124,9 @@ async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(
     assert [letter["dedup-source"].split("/")[2] for letter in letters] == list("1234567")
     # Read again, they are known to be there.
     statement(url, "DELETE FROM dedup_offsets")
+    # Was: a sink of which each record was a dead letter said nothing.
+    told = [record.message for record in caplog.records if "becomes a dead letter in" in record.message]
+    assert len(told) == len({letter["dedup-reason"] for letter in letters})
     assert (await stage.sink(topology)).dead_letters == 0
     assert len(stage.read(f"{stage.name}.sink.dead-letter")) == len(bad)
     assert len(rows()) == 2
