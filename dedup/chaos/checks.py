@@ -152,7 +152,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If ``look`` fails, return None, and record the error for each oracle in ``names``."""
+    """Return the result of ``look``. If it fails, return None, and record the error for each oracle in ``names``."""
     try:
         return look()
     except DedupError as error:
