@@ -307,8 +307,8 @@ def replay(
 ) -> None:
     """Send each dead letter back to the source partition that it came from, exactly once.
 
-    Each replayed record has the header dedup-replayed, which contains its original position in the source. Late records
-    that are sent back to the source would be late again. With --late --forward, the command therefore sends late
+    Each replayed record has the header dedup-replayed, which contains its original position in the source. If late
+    records were sent back to the source, they would only be late again. With --late --forward, the command therefore sends late
     records to the output, with the header dedup-verdict: late. If the position of the last replay is lost, --from must
     say where to begin; otherwise, the command sends nothing.
 

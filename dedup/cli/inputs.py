@@ -76,7 +76,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path | None) -> None:
-    """If ``page`` is given, create the directory for the report.
+    """Create the parent directory of ``page``, the path of the HTML report, unless the path is None.
 
     Raises SettingsError if the report cannot be written.
     """

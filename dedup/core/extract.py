@@ -473,7 +473,7 @@ def _only(headers: Headers, name: str) -> bytes | None:
 
 
 class PartMemo(dict[str | int | bytes, bytes]):
-    """Caches the length-prefixed canonical bytes of values, for one part of composite IDs.
+    """Caches the length-prefixed canonical bytes of the values of one part of a composite ID.
 
     Only strings, integers, and bytes may be looked up, because a dict treats True and 1.0 as the key 1. Looking up an
     empty string or empty bytes raises _EmptyPart.
