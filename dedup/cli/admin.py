@@ -308,9 +308,9 @@ def replay(
     """Send each dead letter back to the source partition that it came from, exactly once.
 
     Each replayed record has the header dedup-replayed, which contains its original position in the source. If late
-    records were sent back to the source, they would only be late again. With --late --forward, the command therefore sends late
-    records to the output, with the header dedup-verdict: late. If the position of the last replay is lost, --from must
-    say where to begin; otherwise, the command sends nothing.
+    records were sent back to the source, they would only be late again. With --late --forward, the command
+    therefore sends late records to the output, with the header dedup-verdict: late. If the position of the last
+    replay is lost, --from must say where to begin; otherwise, the command sends nothing.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """

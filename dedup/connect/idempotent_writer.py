@@ -41,8 +41,8 @@ class Transaction:
         """Add a record to the transaction. The header `dedup-id` of the record contains ``tracking_id``.
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. All
-        records that have neither a key nor a tracking ID go to the same partition. Raises InvariantBroken if ``topic`` was
-        not passed to the writer.
+        records that have neither a key nor a tracking ID go to the same partition. Raises InvariantBroken if ``topic``
+        was not passed to the writer.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
