@@ -232,7 +232,8 @@ def run(
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
     table = _table_of(delta, iceberg)
-    spark = open_session(parsed, "local[*,4]" if local else master, conf, packages)
+    bars = "spark.ui.showConsoleProgress=false"  # the stream has a progress line of its own
+    spark = open_session(parsed, "local[*,4]" if local else master, [bars, *(conf or ())], packages)
     try:
         with _StreamProgress(enabled=not quiet) as progress:
             sink = table and TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)

@@ -288,4 +288,16 @@ def session_for(
     elif master is not None:
         settings["spark.master"] = master
     session: SparkSession = SparkSession.builder.config(map={**settings, **(conf or {})}).getOrCreate()
+    if "kafka" in wanted and not submitted:
+        _silence_lost_connections(session)
     return session
+
+
+def _silence_lost_connections(session: SparkSession) -> None:
+    """Make the driver's Kafka clients log only errors about connections.
+
+    While a broker is away, they would log several lines a second. dedup's own client logs one line a minute.
+    """
+    jvm = session.sparkContext._jvm  # noqa: SLF001  # PySpark has no public access to the JVM
+    log4j = jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # py4j finds Java packages at run time
+    log4j.core.config.Configurator.setLevel("org.apache.kafka.clients.NetworkClient", log4j.Level.ERROR)

@@ -9,7 +9,7 @@ import pytest
 from dedup.errors import SettingsError
 from dedup.settings import RegistrySection, Secret, Security, Settings
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import PicklableSettings
+from dedup.spark.session import PicklableSettings, session_for
 
 
 def settings(**security):
@@ -62,3 +62,13 @@ def test_secrets_reach_the_executors_and_no_log():
     assert (pickled.reveal().security, pickled.reveal().schema_registry) == (given.security, registry)
     assert "hush" not in repr(pickled)
     assert "quiet" not in repr(pickled)
+
+
+def test_the_drivers_kafka_clients_do_not_log_each_connection_they_lose(spark):
+    """Was: four lines a second while a broker was away."""
+    log4j = spark.sparkContext._jvm.org.apache.logging.log4j
+    client = "org.apache.kafka.clients.NetworkClient"
+    log4j.core.config.Configurator.setLevel(client, log4j.Level.WARN)
+    session_for(None, packages=["kafka"])
+    logger = log4j.LogManager.getLogger(client)
+    assert (logger.isErrorEnabled(), logger.isWarnEnabled()) == (True, False)
