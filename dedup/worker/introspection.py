@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -180,7 +181,9 @@ class Introspection:
             return "there is no assignment yet, or a rebalance is in progress"
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
         if waiting:
-            return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet"
+            since_s = tasks.unanswered_since_s
+            why = "" if since_s is None else f": no broker has answered for {time.monotonic() - since_s:.0f} s"
+            return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet{why}"
         return None if self.app.schemas is None else self.app.schemas.waiting
 
     def seen(self) -> WorkerSeen:

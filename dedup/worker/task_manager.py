@@ -114,7 +114,7 @@ class TaskManager:
         self._lives: dict[TopicPartition, int] = {}
         """Maps each partition to the number from `Membership.begin`; batches with another number are dropped."""
         self._member: Final = member
-        self._waiting: Final[set[Members]] = set()
+        self._waiting: Final[dict[Members, Outage]] = {}
         """The task groups whose last commit got no response."""
         self._waits: Final = Gathered(self._say_waits)
         self._goes_on: Final = Gathered(self._say_goes_on)
@@ -132,6 +132,11 @@ class TaskManager:
     def running(self) -> Mapping[TopicPartition, Task]:
         """Maps each feeding partition to its open task, in any state."""
         return self._tasks
+
+    @property
+    def unanswered_since_s(self) -> float | None:
+        """The monotonic time, in seconds, since which commits of some task group get no response, or None."""
+        return min((outage.since_s for outage in self._waiting.values()), default=None)
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the task groups of partitions outside ``feeding``, and start those of ``feeding`` that are not open.
@@ -233,7 +238,7 @@ class TaskManager:
             member.halt(feeding)
         await group.close(drain=False)
         if not outage.tries:
-            self._waiting.add(members)
+            self._waiting[members] = outage
             self._waits.add(members, error)
         counted_in: bool | None = None
         while counted_in is None:
@@ -316,7 +321,7 @@ class TaskManager:
         for feeding in members:
             self._tasks.pop(feeding, None)
             self._lives.pop(feeding, None)
-        self._waiting.discard(members)
+        self._waiting.pop(members, None)
         return self._groups.pop(members), self._loops.pop(members)
 
     async def _commit_by_the_clock(self, group: TaskGroup, outage: Outage) -> None:
@@ -329,7 +334,7 @@ class TaskManager:
             await group.commit()
             if outage.tries:
                 self._goes_on.add(tuple(group.tasks), time.monotonic() - outage.since_s)
-                self._waiting.discard(tuple(group.tasks))
+                self._waiting.pop(tuple(group.tasks), None)
                 outage.tries = 0
 
     def _interval_s(self) -> float:

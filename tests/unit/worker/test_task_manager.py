@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +26,7 @@ from dedup.metrics import TaskNumbers
 from dedup.settings import Security
 from dedup.worker import task_manager as tasks
 from dedup.worker.faust_app import Consumer, Producer, SightingsStore, TableManager, TransactionManager
+from dedup.worker.introspection import Introspection
 from dedup.worker.offsets import first_offset
 from dedup.worker.task import TaskId, TaskState
 from dedup.worker.task_manager import TaskManager
@@ -242,8 +245,18 @@ async def test_a_task_without_an_answer_is_built_anew_and_the_others_go_on(monke
     silent, other = shop.made
     silent.fails_in["commit"] = CommitUnknown("no answer")
     silent.dirty.set()
+    assert shop.tasks.unanswered_since_s is None
     await reached(lambda: len(shop.ready) == 3)
     assert shop.halted == [FEED]
+    # The dashboard says since when no broker answers, until a commit succeeds.
+    assert 0 < time.monotonic() - shop.tasks.unanswered_since_s < 60
+    not_ready = Introspection(SimpleNamespace(tasks=shop.tasks, schemas=None), SimpleNamespace()).not_ready
+    assert not_ready() is None
+    shop.made[2].state = TaskState.RESTORING
+    assert re.fullmatch(r"1 of 2 tasks are not running yet: no broker has answered for \d+ s", not_ready())
+    shop.made[2].state = TaskState.RUNNING
+    shop.made[2].dirty.set()
+    await reached(lambda: shop.tasks.unanswered_since_s is None)
     assert silent.state is TaskState.CLOSED
     assert other.state is TaskState.RUNNING
     assert shop.tasks.running[FEED] is shop.made[2]
