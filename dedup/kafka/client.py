@@ -190,12 +190,9 @@ class KafkaWire:
                     raise BrokerUnavailable(f"{found.sentence}.") from error
                 if asyncio.get_running_loop().time() >= deadline:
                     await client.close()
-                    text = (
-                        f"no broker answers at {', '.join(self.connection.brokers)} "
-                        f"({error if found is None else found.sentence}). "
-                        f"Start one (`dedup broker`), or correct `brokers` in the config."
-                    )
-                    raise BrokerUnavailable(text) from error
+                    at = f"no broker answers at {', '.join(self.connection.brokers)}"
+                    why = f" ({error}). Correct `brokers` in the config" if found is None else f". {found.sentence}"
+                    raise BrokerUnavailable(f"{at}{why}. `dedup broker` starts one on this machine.") from error
                 await asyncio.sleep(0.2)
             else:
                 self._client = client
