@@ -90,14 +90,14 @@ def run(
 
     With ``exit_when_done``, the worker stops when its group has judged every record that the source topics contained
     when the worker started. ``onto_existing_output`` permits a new consumer group to write to an output topic that
-    already contains records. The worker calls ``on_tick`` about 20 times a second, for example to display progress.
+    already contains records. The worker calls ``on_tick``, which can display progress, about 20 times a second.
     The argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must
     configure logging.
 
     Raises RuntimeError if called outside the main thread, because only the main thread can handle signals. Also raises
     the error that stops the worker: `StateIncompatible` if the state or the topics do not match the topology,
     `BrokerUnavailable` if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed
-    before the error stay committed, and the next run continues from there.
+    before the error stay committed, and the next run continues after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

@@ -300,7 +300,7 @@ def load_settings(
 ) -> Settings:
     """Return the settings in a config file, overridden by environment variables and then by ``overrides``.
 
-    If ``path`` is None, the function reads `config/local.yaml` if that file exists. An override is a string such as
+    If ``path`` is None, the config file is `config/local.yaml`, which need not exist. An override is a string such as
     ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the process environment.
 
     Raises SettingsError, listing every problem, if any setting is invalid.

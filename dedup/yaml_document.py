@@ -287,7 +287,10 @@ class Keys(BaseModel):
 def accepting(
     accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
 ) -> Any:  # noqa: ANN401 - a validator of this kind
-    """Return a validator that rejects a value unless ``accepts(value)``. In the error ``text``, ``{}`` is the value."""
+    """Return a validator that rejects a value if ``accepts(value)`` is false.
+
+    In the error message ``text``, ``{}`` stands for the value.
+    """
 
     def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         if not accepts(value):

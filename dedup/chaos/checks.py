@@ -152,7 +152,10 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``. If it fails, return None, and record the error for each oracle in ``names``."""
+    """Call ``look``, and return its result.
+
+    If ``look`` fails, return None, and record the error for each oracle in ``names``.
+    """
     try:
         return look()
     except DedupError as error:
@@ -181,8 +184,8 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
     """Compare the stores with the changelog. Return the number of stores, and a message about each store that differs.
 
-    If a partition has moved to another worker, the previous worker's store is compared only up to its own changelog
-    position.
+    If a partition has moved to another worker, compare the previous worker's store only up to the changelog position in
+    that store.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []

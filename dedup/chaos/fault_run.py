@@ -308,7 +308,7 @@ class ClusterFaults:
         return False
 
     async def _attempt_group_deletion(self) -> bool:
-        """If the consumer group has members, try to delete it.
+        """Try to delete the consumer group if it has members.
 
         Return True if the broker refuses the deletion, as it must.
         """

@@ -95,7 +95,7 @@ class Made:
 class MadeRecords:
     """Creates records with new IDs, and repeats some records later, like a producer that received no acknowledgment.
 
-    A record's key is its ID, and Kafka's default partitioner sends equal keys to the same partition.
+    A record's key is its ID, so Kafka's default partitioner sends all records with the same ID to the same partition.
     """
 
     def __init__(self, topology: Topology, partitions: Mapping[str, int], *, run: str, seed: int) -> None:
@@ -183,7 +183,7 @@ def _identified(
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
     """Return the JSON value ``here`` with the member at ``path`` set to ``value``.
 
-    Missing objects and arrays on the path are created.
+    Creates any objects and arrays that are missing on the path.
     """
     if not path:
         return value
@@ -342,7 +342,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """Records that `write_past` wrote with the same event time."""
+    """A group of records that `write_past` wrote with the same event time."""
 
     until_ms: int
     """If the retention keeps only records after this time, the broker deletes the records of this group."""
@@ -355,9 +355,9 @@ def write_past(
 ) -> list[Age]:
     """Write records with several past event times to the source topics, so that retention can delete them during a run.
 
-    Records with different event times are in different log segments. The event times are so far apart that deleted
-    records do not affect the verdicts on later records. Returns an `Age` for each event time, oldest first. Raises
-    BrokerUnavailable if the records cannot be written.
+    Records with different event times are in different log segments. The event times are so far apart that deleting
+    older records does not affect the verdicts on later records. Returns an `Age` for each event time, oldest first.
+    Raises BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS

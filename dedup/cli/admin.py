@@ -310,7 +310,7 @@ def replay(
     Each replayed record has the header dedup-replayed, which contains its original position in the source. If late
     records were sent back to the source, they would only be late again. With --late --forward, the command
     therefore sends late records to the output, with the header dedup-verdict: late. If the position of the last
-    replay is lost, --from must say where to begin; otherwise, the command sends nothing.
+    replay is lost, the command sends nothing unless --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -348,10 +348,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show where workers saw an ID, and until what event time further records with that ID are duplicates.
+    """Show where workers saw an ID, and the event time until which later records with that ID count as duplicates.
 
-    Write a composite ID as a JSON array of its parts. The command queries one or more workers (--url). Each of these
-    workers also asks the other workers about the partitions that those workers own.
+    Write a composite ID as a JSON array of its parts. The command queries one or more workers (--url). Each
+    queried worker also asks the owners of all other partitions about the ID.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """

@@ -72,9 +72,9 @@ def check(
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
-    the command also compares the cluster's topics with those that each topology needs. If the source's values name
-    their schemas, --broker also checks the members that a topology names against the newest schema of each source topic
-    in the schema registry (subject `source.subject` or TOPIC-value).
+    the command also compares the cluster's topics with those that each topology needs. If the source's values contain
+    schema IDs, --broker also compares the members that a topology names with each source topic's newest schema in the
+    schema registry (subject `source.subject` or TOPIC-value).
 
     By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
     and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two

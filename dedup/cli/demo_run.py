@@ -196,9 +196,9 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, and write it to ``page``, if given.
+    """Print the report and, unless ``page`` is None, also write it to the path ``page``.
 
-    Raises VerificationFailed unless each flight was forwarded once.
+    Raises VerificationFailed unless each flight was forwarded exactly once.
     """
     if page is not None:
         write_report(page, to_html(found), found.to_json())

@@ -87,8 +87,8 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each
-    argument is None if it is unknown.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry; each of
+    the two is None if unknown.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:

@@ -246,7 +246,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return a name, shortened in the middle if it is long and no other name would then look the same."""
+    """Return ``name``; if it is long, shorten it in the middle unless another name would then look the same."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

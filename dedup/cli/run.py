@@ -76,7 +76,7 @@ def run(
 
 
 class VerdictProgress:
-    """Shows the number of records with each verdict so far on a terminal.
+    """Shows on a terminal how many records have received each verdict so far.
 
     Use `VerdictProgress` in a ``with`` statement.
     """
@@ -111,7 +111,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """Shows a worker's progress since its start, including tasks that later moved to other workers."""
+    """Shows a worker's progress since its start, and also counts the tasks that have since moved to other workers."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)

@@ -97,7 +97,7 @@ def open_session(
 def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
     """Return a topology.
 
-    If the topology's values name their schemas, the topology looks the schemas up in the configured registry.
+    If the source's values contain schema IDs, the topology looks up the schemas in the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
     """

@@ -122,8 +122,8 @@ def _idle(topology: Topology, have: Mapping[str, Topic], members: list[GroupMemb
 def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[str]:
     """Return a list with one sentence if some workers have partitions and others have none, or else an empty list.
 
-    ``held`` maps each worker to its number of partitions. ``size`` partitions share a transaction, and the feeding
-    topic has ``partitions`` partitions.
+    ``held`` maps each worker to its number of partitions, ``size`` is the number of partitions that share a
+    transaction, and ``partitions`` is the partition count of the topic that the dedup tasks read.
     """
     idle = sorted(worker for worker, count in held.items() if not count)
     if not idle or len(idle) == len(held):
@@ -303,7 +303,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
-    """Return by how much the tasks' offsets ``name`` grow per second in total.
+    """Return the growth per second of the offset ``name``, summed over all tasks.
 
     Offsets that fell because a topic was recreated count as 0.
     """
@@ -368,7 +368,7 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]]
 
 
 def table(seen: dict[str, Any], width: int) -> RenderableType:
-    """Return the status for a terminal of ``width`` columns. Every row names its partition at any width."""
+    """Return the status for a terminal of ``width`` columns. Each row names its partition, whatever the width."""
     kinds = {task["task"] for task in seen["tasks"]}
     columns = [
         Column("partition", [_place(task, seen["tasks"]) for task in seen["tasks"]], is_text=True),

@@ -97,7 +97,7 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
     If the source has the format csv or bytes, a line that contains only white space is a record, not a blank line.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. A value does not have to be JSON. Values get the framing of the ``source``, unless they are given in
+    timestamp. Values need not be JSON. The function adds the framing of ``source`` to each value that is not in
     base64.
 
     Raises AuthorMistake if ``envelope`` is set and a line is not an envelope. Also raises AuthorMistake if ``envelope``

@@ -96,7 +96,7 @@ class DeadLetterProducer:
             self._partitions[number] = state
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
-        """Return the source offsets in the range ``offsets`` whose records have dead letters in the topic."""
+        """Return the source offsets in the range ``offsets`` for which the topic already contains dead letters."""
         found: set[int] = set()
         if not offsets:
             return found

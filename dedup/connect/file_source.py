@@ -210,7 +210,7 @@ class Files:
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
         """Remember the new name of a file that was read to its end.
 
-        A file that later has the old name is then recognized as a new file, even if it reuses the inode.
+        If a new file is later given the old name, it is then recognized as new even if it reuses the inode number.
         """
         read = known.part not in self._ended and known.within(self._committed.get(known.part))
         if read and known.path != str(path) and status.st_nlink == 1 and known.untouched(status):
@@ -298,7 +298,7 @@ class Files:
     def _is_here(self, known: _FilePosition) -> bool:
         """Return whether the directory still contains the file, perhaps under another name.
 
-        After a restore from a backup or a move to another volume, another file may have the file's inode number.
+        After a restore from a backup or a move to another volume, the inode number may belong to a different file.
         """
         path = self._listed.get(known.inode)
         try:
@@ -480,7 +480,7 @@ class _LineReader:
             self._rest += data
 
     def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
-        """Return the lines, after completing the first one with the part of it that was read earlier."""
+        """Prepend the part of the first line that was read earlier, and return the complete lines."""
         lengths = list(map(len, lines))
         lengths[0] += self.rest_bytes
         lines[0] = self._rest + lines[0]

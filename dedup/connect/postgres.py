@@ -90,7 +90,7 @@ class PostgresConnection(DatabaseConnection):
                     write(row)
 
     def commit(self) -> None:
-        """Commit the transaction. Raises StateIncompatible if the caller caught an error that had aborted it."""
+        """Commit, or raise StateIncompatible if the caller caught an error that had aborted the transaction."""
         if self._connection.info.transaction_status == TransactionStatus.INERROR:
             raise StateIncompatible(
                 f"{self._shown}: a statement of the transaction failed and the error was caught, so PostgreSQL would "

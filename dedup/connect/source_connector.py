@@ -76,7 +76,7 @@ class _Transaction:
     dead_letters: int = 0
 
     def places(self, rows: Collection[int]) -> Iterator[tuple[int, SourceRecords, int]]:
-        """Yield each row number, with the poll that returned the record and the record's index in this poll."""
+        """Yield each row number with the poll that returned that record, and the record's index within the poll."""
         first = 0
         for found in self.polls:
             for row in rows:
@@ -234,7 +234,10 @@ class _Run:
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        """Turn the refused records into dead letters. If the broker named none, switch to one record per batch."""
+        """Turn the refused records into dead letters.
+
+        If the broker does not say which records it refused, switch to one record per batch.
+        """
         named: dict[int, str] = {}
         for each in (refused, *refused.also):
             named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
@@ -257,7 +260,7 @@ class _Pending:
 
     @property
     def count(self) -> int:
-        """The number of records and dead letters."""
+        """The total number of records and dead letters."""
         return len(self.values) + len(self.dead)
 
     @property
@@ -369,7 +372,7 @@ class _RecordMaker:
         """Maps the part and place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords, first_row: int) -> Lines:
-        """Return the lines to send. Lines of records are numbered from ``first_row``; those of dead letters are not."""
+        """Return the lines to send. Records are numbered from ``first_row``; dead letters have the number -1."""
         count = len(found.values)
         now_ms = time.time_ns() // 1_000_000
         no_keys: list[Any] = [None] * count

@@ -3,8 +3,8 @@
 A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a
 write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source
-then reads the rows up to the bound. With `settle`, the source first waits for a fixed time. A source that cannot see
-the writing transactions waits only for this time, and may miss rows that are committed later.
+then reads the rows up to the bound. With `settle`, the source first waits for a fixed time. If the
+source cannot see other transactions, it waits only for the `settle` time, and may miss rows that are committed later.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a row with a lower number. Return False if the source stops."""
+        """Wait until no open transaction can still commit a row below the bound. Return False if the source stops."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)
@@ -286,7 +286,7 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
 
 
 def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, standby: bool) -> Iterator[str]:
-    """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows with lower numbers."""
+    """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows below the bound."""
     if standby:
         yield "this server is a standby, which does not know the open transactions; use the primary, or set `settle`"
     if not relations:
@@ -299,7 +299,7 @@ def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, st
 
 
 def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
-    """Yield the reasons why the tables' sequences may give a new row a lower number than an earlier row."""
+    """Yield the reasons why the tables' sequences may number a new row lower than an existing row."""
     named = connection.query(
         "SELECT 1 FROM pg_attribute WHERE attrelid::bigint = ANY(%s::bigint[]) AND attname = %s LIMIT 1",
         (relations, spec.column),

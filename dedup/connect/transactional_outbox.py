@@ -215,8 +215,8 @@ class TransactionalOutbox:
     async def _read(self, *, stable: bool = False) -> None:
         """Read the owner and the positions that were committed since the last call.
 
-        Waits for open transactions to end, because they may hide committed records. With ``stable``, the method does
-        not wait, because an open transaction may be the caller's own.
+        Waits for open transactions to end, because they may hide committed records. If ``stable`` is True, the
+        method does not wait, because an open transaction may be the caller's own.
         """
         bounds = await self._answered(partial(self._wire.bounds, self._place))
         if self._read_to > bounds.end:

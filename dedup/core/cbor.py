@@ -194,7 +194,10 @@ class _Cursor(Cursor):
                 due = inside
 
     def _skip_known(self, due: int, known: int) -> int:
-        """Skip an item of ``known`` bytes and similar items after it. Return what must follow (``due`` in `_skip`)."""
+        """Skip an item of ``known`` bytes and, where a pattern matches, further items whose sizes are also known.
+
+        Return what must follow, in the form of ``due`` in `_skip`.
+        """
         at = self.at
         self.at += known
         if due in _PAIRED:
@@ -210,7 +213,7 @@ class _Cursor(Cursor):
         return due - 1 if due > 0 else _NEXT[due]
 
     def _enter(self, first: int) -> int:
-        """Skip a whole string, or only the head of any other item. Return what must follow, as ``due`` in `_skip`."""
+        """Skip a string, or only the head of any other item. Return what must follow, like ``due`` in `_skip`."""
         inside = _INSIDE.get(first)
         if inside is not None:
             self.at += 1

@@ -103,7 +103,7 @@ class Extracted:
     faults: dict[int, Fault]
 
     def as_alternative(self, index: int, lacking: Collection[int]) -> Extracted:
-        """Return the batch with IDs encoded for alternative ``index``, and without the faults of ``lacking`` rows."""
+        """Return a copy with IDs encoded for alternative ``index``, and without the faults of rows in ``lacking``."""
         begin = encoding.encode_alternative(index, b"")
         keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
@@ -229,7 +229,7 @@ class Extractor:
         return found
 
     def _in_column(self, returned: list[Any]) -> list[bytes] | None:
-        """Return the state keys of the IDs from a user's function, or None if they must be converted one by one."""
+        """Return the state keys of IDs from a user's function, or None if the IDs must be converted one by one."""
         kind = type(returned[0]) if returned else None
         if any(type(each) is not kind for each in returned):
             return None

@@ -151,12 +151,15 @@ NO_ALTERNATIVE: Final = Fault(FaultKind.MISSING_ID, "id_missing", "no alternativ
 
 
 def leads_on(fault: Fault) -> bool:
-    """Return whether a fault means that an alternative has no value in the record, so the next one must be tried."""
+    """Return whether a fault means that the record has no value for an alternative, so the next one must be tried."""
     return fault.kind is FaultKind.TOMBSTONE or fault.code in _LACKING
 
 
 def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-    """Return quickly whether a record might have an ID. False means that it has no ID or its value is unreadable."""
+    """Return whether a record might have an ID, without decoding the record's value.
+
+    If the result is False, the record certainly has no ID, or its value is unreadable.
+    """
     match recipe.tracking_id.rule:
         case KeyRule():
             return bool(key)
@@ -253,7 +256,7 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
 
 
 def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
-    """Map each non-null type that the member at a path can have to whether the type is unusable.
+    """Return the non-null types that the member at a path can have, each mapped to True if the type is unusable.
 
     A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
     values have the schema's first message type. Raises SchemaRefused if the schema is invalid.

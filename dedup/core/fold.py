@@ -162,10 +162,10 @@ def judged_at_once(
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
-    Records can be judged at once if the batch and the known sightings are so close together in time that every record
-    that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same
+    A batch can be judged as a whole if its records and the known sightings are so close together in time that every
+    record that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same
     fingerprint as the sighting or the record that it repeats. ``known`` must contain only sightings of the given IDs,
-    and ``stream_time_ms`` is the stream time after the batch. ``window`` must be one that does not extend sightings.
+    and ``stream_time_ms`` is the stream time after the batch. ``window`` must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:

@@ -64,7 +64,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _rows_repeating(joined: bytes, objects: Sequence[bytes | msgspec.Raw], node: _Node) -> list[int]:
-    """Return the rows whose object, or an object on a path inside it, might repeat a member on a path.
+    """Return the rows in which an object, or an object nested in it, might repeat a member on a path.
 
     msgspec keeps the last of several members with the same name. A name that is not repeated occurs exactly once more
     in the object's text than in the values that msgspec kept.

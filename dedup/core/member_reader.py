@@ -137,7 +137,7 @@ class Cursor(ABC):
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
     def text(self, raw: bytes) -> str:
-        """Decode text. If it is not UTF-8, store the error instead of raising it, because damage is reported first."""
+        """Decode UTF-8 text. If this fails, store the error instead of raising it, because damage is reported first."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:

@@ -60,7 +60,7 @@ _NO_ID: Final = frozenset({"float", "double", "message", "group", "map", "repeat
 
 
 def is_refused(type_name: str, time: FieldTime | None) -> bool:
-    """Return whether values of a type cannot be IDs or, if ``time`` is given, event times in its unit."""
+    """Return whether values of a type cannot be IDs or, if ``time`` is given, event times in the required unit."""
     if time is None:
         return type_name in _NO_ID
     match time.unit:
@@ -95,7 +95,7 @@ def names_at(message: Message, path: Path) -> list[str]:
 def type_at(message: Message, path: Path) -> str | None:
     """Return the type at a path, or None if the message lacks the path.
 
-    If a repeated field, a map, or a group is on the path, the result is its kind, and the rest of the path is ignored.
+    At a repeated field, a map, or a group, the path ends, and the result is ``repeated``, ``map``, or ``group``.
     """
     found = fields_at(message, path)
     if found and found[-1].kind in {"repeated", "map", "group"}:

@@ -249,12 +249,12 @@ def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
 
 
 def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
-    """Return those alternatives of a rule (or the rule itself, if it has none) that call a user's function."""
+    """Return the alternatives that call a user's function. A rule without alternatives is its own only alternative."""
     return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members that form the ID, or an empty tuple if no individual members form it."""
+    """Return the paths of the members that form the ID, or an empty tuple if the ID is not made of single members."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
@@ -285,7 +285,7 @@ def has_key(rule: Rule) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """The rule that finds the ID in a record, and the normalization that is applied to IDs before comparison."""
+    """The rule that finds the ID in a record, and the normalization of IDs before they are compared."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
@@ -333,7 +333,7 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_instant(nanoseconds: int) -> bytes:
-    """Return the canonical bytes of an instant. Raises OverflowError if it is outside the years 1 to 9999."""
+    """Return the canonical bytes of an instant. Raises OverflowError if the instant is outside the years 1 to 9999."""
     seconds, fraction = divmod(nanoseconds, 10**9)
     return encode_moment(seconds, f"{fraction:09}")
 

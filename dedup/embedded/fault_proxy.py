@@ -69,8 +69,8 @@ class FaultProxy:
     def swallow_answers(self) -> int:
         """Replace the broker's next response on each open connection with a TCP reset.
 
-        The broker still receives everything that the client sent before the reset, so a non-idempotent client that
-        retries writes its records twice. Returns the number of connections that will be reset.
+        The broker still receives everything that the client sent before the reset, so if a non-idempotent client
+        retries, its records are written twice. Returns the number of connections that will be reset.
         """
 
         def order() -> int:

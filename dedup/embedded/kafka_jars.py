@@ -128,7 +128,7 @@ def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callab
 
 
 def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """Return a function that adds each byte count to a running total, and passes that total to ``progress``."""
+    """Return a function that adds each byte count it gets to a running total, and passes the total to ``progress``."""
     done_bytes = 0
 
     def add(more_bytes: int) -> None:

@@ -51,7 +51,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process end when its parent ends, or None if the kernel cannot do this."""
+    """Return a function that makes a new process end when its parent ends. Return None if the kernel cannot do this."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

@@ -52,10 +52,10 @@ class TopicCheck:
     """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
     A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
-    producers may send an ID to a different partition, whose task has not seen the ID. After the last fetch of a
-    transaction and before the commit, every task confirms that the topics are unchanged. Tasks that commit at the same
-    time share one metadata request. The check asks only one broker, so it may miss partitions that have just been
-    added.
+    producers may write further records with an ID to a different partition, whose task has not seen that ID. After the
+    last fetch of a transaction and before the commit, every task confirms that the topics are unchanged. Tasks that
+    commit at the same time share one metadata request. The check asks only one broker, so it may miss partitions that
+    have just been added.
     """
 
     def __init__(

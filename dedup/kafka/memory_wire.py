@@ -77,7 +77,7 @@ class _Log:
         return min((batches[0].base_offset for batches in self.open.values()), default=self.end)
 
     def committed(self, begin: int, key: Callable[[_Stored], int]) -> Iterator[_Stored]:
-        """Yield the batches below the last stable offset whose ``key`` is greater than ``begin``."""
+        """Yield each batch below the last stable offset for which ``key`` returns a value greater than ``begin``."""
         stable = self.stable_end
         newer = islice(self.batches, bisect_right(self.batches, begin, key=key), None)
         return takewhile(lambda each: each.base_offset < stable, newer)

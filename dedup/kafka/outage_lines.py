@@ -1,7 +1,8 @@
 """Limits the log lines about a broker's outage to one at the beginning, one per minute, and one at the end.
 
-Without this limit, aiokafka would log every failed attempt to reach a node, up to thousands per second, but would never
-log a success. Every command sets up logging with this module, which therefore imports only modules that load quickly.
+Without this limit, the log would contain every failed attempt of aiokafka to reach a node, up to thousands per second,
+but not the first successful attempt. Every command sets up logging with this module, which therefore imports only
+modules that load quickly.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class OutageFilter(logging.Filter):
 
 @dataclass(slots=True)
 class Gathered(Generic[K, V]):
-    """Collects the pairs that are added within one second, and passes them to ``say``, which logs them in one line."""
+    """Collects all pairs added within one second, and passes them to ``say``, which logs them in one line."""
 
     say: Callable[[Mapping[K, V]], None]
     _found: dict[K, V] = field(init=False, default_factory=dict)

@@ -123,7 +123,8 @@ def seal(
 ) -> dict[TopicPartition, bytes]:
     """Return the bytes to send for batches of different partitions, and advance each partition's next sequence number.
 
-    ``sequences`` has no entry for a partition that the producer epoch has not written to yet.
+    ``sequences`` contains each partition's next sequence number, but has no entry for a partition to which no batch of
+    the producer epoch has been sent yet.
     """
     sealed: dict[TopicPartition, bytes] = {}
     for batch in batches:
@@ -221,8 +222,8 @@ def equal_records(
     """Return a batch of records with the given keys, each preceded by ``prefix``, and the given values.
 
     This function builds the same records as `fill`, but faster, because each record is a row of a byte table in which
-    only a few columns differ. The result is None if the keys or the values differ in length, or if one batch cannot
-    hold all records.
+    only a few columns differ. The result is None unless all keys have the same length, all values have the same length,
+    and one batch can hold all records.
     """
     key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
     if len(key_sizes) != 1 or len(value_sizes) != 1:

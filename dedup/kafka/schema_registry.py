@@ -57,7 +57,7 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Return None, so that a redirect raises HTTPError instead of sending credentials to another address."""
+        """Return None, so that a redirect causes an HTTPError and the credentials never go to another address."""
 
 
 class SchemaRegistry:
@@ -152,7 +152,7 @@ class SchemaRegistry:
         return found
 
     def unknown_since_s(self, ref: SchemaRef) -> float:
-        """Return the monotonic time when this process first found a schema unknown, or infinity if it never did."""
+        """Return the monotonic time when this process first found that a schema is unknown, or infinity."""
         return self._unknown_since_s.get(ref, math.inf)
 
     def _note_unknown(self, ref: SchemaRef) -> None:

@@ -76,7 +76,7 @@ LONGEST_PAUSE_MS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A batch of the open transaction, with the feeding partition of the records if a task sends the batch."""
+    """A batch of the open transaction and, if a task sends the batch, the records' feeding partition."""
 
     batch: RecordBatch
     feeding: TopicPartition | None
@@ -156,7 +156,8 @@ class Session:
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
         """Add batches to the current transaction. If sending the batches fails, `settle` and `prepare` raise the error.
 
-        If a batch is refused, the error names ``feeding``, the partition to which the batch's row numbers refer.
+        If the broker refuses a batch, the error names ``feeding``, the partition to which the batch's row numbers
+        refer.
         """
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
@@ -359,8 +360,8 @@ class Session:
         Before a broker appends a transaction's first batch to a partition, the broker verifies with the transaction
         coordinator that the partition belongs to the transaction (KIP-890). A broker queues at most one verification
         per transactional ID. The first batches of other partitions and TxnOffsetCommit also need a verification. If a
-        new verification replaces the queued verification of a batch, the broker rejects this batch with
-        NotEnoughReplicas (`AddPartitionsToTxnManager` of Kafka 4.1).
+        new verification replaces a batch's queued verification, the broker rejects that batch with NotEnoughReplicas
+        (`AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(each.batch.target not in self._ends for flight in self._unanswered for each in flight.batches):
             await self._take_answer()

@@ -188,4 +188,4 @@ class Wire(Protocol):
         """Ask a broker which brokers now lead the partitions."""
 
     async def pause(self, delay_ms: int) -> None:
-        """Wait for ``delay_ms`` before a request is repeated."""
+        """Wait for ``delay_ms`` milliseconds before the caller repeats a request."""

@@ -196,8 +196,8 @@ class AuditCut:
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
         """Return a seed's history without the records that `dedup spark seed` rejected because of future event times.
 
-        An audit accepts any future event time, so a single record that the seed rejected would advance stream time and
-        make later records late.
+        An audit accepts any future event time. If the history still contained a record that the seed rejected, this
+        record would advance stream time and make later records late.
         """
         if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
             return history
@@ -381,10 +381,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Add the columns `before_ms` (null if not needed) and `doubtful` to the rows.
 
-    If the beginning of a log was deleted, any ID might have occurred in the deleted part. No sighting in the deleted
-    part is newer than the grace plus the stream time of the first remaining on-time record. If a record's ID could have
-    an unexpired sighting in the deleted part, the audit doubts the verdicts on this record and on all later records
-    with the same ID.
+    If the beginning of a log was deleted, any ID might have occurred in the deleted part. The event time of each
+    sighting in the deleted part is at most the stream time of the first remaining on-time record plus the grace. If a
+    record's ID could have an unexpired sighting in the deleted part, the audit doubts the verdicts on this record and
+    on all later records with the same ID.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]

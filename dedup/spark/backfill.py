@@ -3,10 +3,10 @@
 Each attempt at a run writes to its own directory, whose name begins with an underscore so that Spark ignores it. The
 job then renames the directory, which publishes all verdicts of the run at once. On object stores, where a rename is not
 atomic, the job publishes the run by writing a manifest that lists the attempt's files (`manifest`). If a run is killed,
-the next attempt starts from the beginning, but uses the first attempt's clock time.
+the next attempt starts from the beginning but reuses the first attempt's clock time.
 
-On a local file system, the tasks that judge records also write the Parquet files themselves, with Arrow. Each task
-attempt uses its own file names, and the driver publishes only the files that successful tasks report.
+On a local file system, the tasks that judge records also write the Parquet files, using Arrow. Each task attempt uses
+its own file names, and the driver publishes only the files that successful tasks report.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def backfill(
 
 
 class RunDirectory:
-    """The files of one backfill run in an output directory, which may contain several runs."""
+    """The files of one backfill run in an output directory, which can contain several runs."""
 
     def __init__(self, spark: SparkSession, root: str, run: str, fmt: OutputFormat) -> None:
         self._spark: Final = spark

@@ -7,9 +7,9 @@ and judges them (`reduce_side`, `columnar_fold`). The order in which records are
 * In a direct topology, the records in each source partition are judged in offset order, as in a worker.
 * If the input is the repartition topic, the records in each of its partitions are judged in offset order, as in a
   worker.
-* If a topology repartitions records but the input is its source topics, no log shows the order in which a fleet judged
-  the records. Such records are sorted for judging by the running maximum of event time in their source partition, and
-  then by topic, partition, and offset.
+* If a topology repartitions records but the input consists of the source topics, no log shows the order in which a
+  fleet judged the records. Such records are sorted for judging by the running maximum of event time in their source
+  partition, and then by topic, partition, and offset.
 * Rows without offsets are judged in event-time order; rows with equal event times are ordered by a digest of key,
   value, headers, and timestamp. A row without an offset is never late.
 """
@@ -98,12 +98,12 @@ def judged(
     or tombstone. A conflict that is forwarded because of `on_conflict: forward` has the verdict unique and the reason
     conflict.
 
-    ``now_ms`` is the clock time in ms that the job uses to detect future event times. Set ``contiguous`` to true to
-    save a sort if ``df`` is already in log order, as it is when read from Spark's Kafka source. Log order means that
+    ``now_ms`` is the clock time in ms that the job uses to detect future event times. If ``df`` is already in log
+    order, as it is when read from Spark's Kafka source, set ``contiguous`` to true to save a sort. Log order means that
     each Kafka partition's offsets ascend within a Spark partition, and that no two Spark partitions have overlapping
-    offset ranges. The job checks the log order while it runs. ``feeds`` lists all source partitions if ``df`` is read
-    from the repartition topic. Raises TopologyError if ``df`` lacks a required column, and SettingsError for unusable
-    Spark settings. When the result is computed, the job raises the errors that `backfill.backfill` lists.
+    offset ranges. The job checks the log order while it runs. If ``df`` is read from the repartition topic, ``feeds``
+    must list all source partitions. Raises TopologyError if ``df`` lacks a required column, and SettingsError for
+    unusable Spark settings. When the result is computed, the job raises the errors that `backfill.backfill` lists.
     """
     placed = order == "offsets"
     history = History(df, placed, contiguous, identity="", place="", feeds=tuple(feeds), by_arrival=True)
@@ -111,7 +111,7 @@ def judged(
 
 
 def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
-    """Return the job that judges a history, which avoids a shuffle if that is possible and faster (`log_tasks`)."""
+    """Return the job that judges a history; the job avoids a shuffle if that is possible and faster (`log_tasks`)."""
     pieces, mode = history.pieces, mode_of(topology, history)
     if pieces is None or mode != "direct" or not history.contiguous:
         return shuffled(history, topology, now_ms=now_ms).judging
@@ -210,7 +210,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Count the records by verdict, and dead letters, exempt records, and late records also by cause. If there are
+    """Count all records by verdict; also count dead letters, exempt records, and late records by cause. If there are
     causes to count, Spark reads ``verdicts`` a second time.
     """
     rows = verdicts.groupBy("verdict").count().collect()
@@ -292,8 +292,8 @@ def refuse_other_shape(df: DataFrame) -> None:
 def history_of(df: DataFrame, *, identified: bool) -> History:
     """Return a DataFrame with the schema `columns.RECORDS` as a history that is identified by its row count.
 
-    If ``identified`` is true, the history's identity also contains a digest of all rows, for which Spark reads all
-    columns. Raises SettingsError if only some rows have offsets.
+    If ``identified`` is true, Spark reads all columns to add a digest of all rows to the history's identity. Raises
+    SettingsError if only some rows have offsets.
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()

@@ -62,7 +62,7 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return an instance with the given verdicts, in which no record repeats a sighting."""
+        """Return an instance with the given verdicts for records that do not repeat a sighting."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
@@ -143,8 +143,8 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge each ID whose rows all repeat its first row or its only known sighting, and return a mask of the IDs that
-    still have to be judged.
+    """Judge each ID for which every row repeats the first row or the only known sighting, and return a mask of the IDs
+    that still have to be judged.
     """
     window, count = rules.window, len(rows.times_ms)
     sightings = groups.known_to - groups.known_from

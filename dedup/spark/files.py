@@ -144,7 +144,7 @@ def read_files(
     with a manifest (`manifest.files_of_runs`). The function pins a Delta or Iceberg table to the latest version, so
     that later writes do not change the result. If ``rows_are_events`` is true, each row of the table becomes an event
     (JSON without the null columns), and the table needs no column `value`. If ``base`` is given, ``paths`` must be
-    files below the directory ``base``, and its subdirectories (such as `day=2026-01-31/`) become columns. If
+    files below the directory ``base``, and subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If
     ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`). Raises
     SettingsError with a list of all files that are damaged or whose schema differs from that of the first file. Raises
     TopologyError if a required column is missing or a column has the wrong type.

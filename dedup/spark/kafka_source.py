@@ -149,8 +149,8 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return the feeds of all source partitions; ``counts`` maps each topic to its partition count when the state was
-    created.
+    """Return the feeds of all source partitions; ``counts`` maps each topic to the partition count that the topic had
+    when the state was created.
     """
     return tuple(
         Feed(position, partition)

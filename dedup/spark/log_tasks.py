@@ -49,9 +49,9 @@ def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool 
 
     Set ``extend`` to true if duplicates extend sightings; merging extended sightings takes twice the memory.
 
-    Return an empty list if a job with a shuffle is better, either because a log has too many records for a task's
-    memory or because a single task would need longer for the largest log than a job with a shuffle on ``cores`` cores
-    would need for all logs.
+    Return an empty list if a job with a shuffle is better: if a log has too many records for a task's memory, or if a
+    single task would take longer to judge the largest log than a job with a shuffle on ``cores`` cores would take to
+    judge all logs.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)

@@ -320,8 +320,8 @@ class _Buffers:
 class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
-    Each packed value costs about as much CPU time as a hundred rows. Therefore, the packer buffers sorted rows
-    (compressed, and in a file if necessary) until the values are large enough or the map task ends.
+    Processing a packed value costs about as much CPU time as processing a hundred rows. Therefore, the packer buffers
+    sorted rows (compressed, and in a file if necessary) until the values are large enough or the map task ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:

@@ -146,7 +146,7 @@ def layer_rows(
 
 
 def _ends(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> LogEnds:
-    """Return the end that each log known to the reduce task has after this job."""
+    """Return, for each log known to the reduce task, the log's end after this job."""
     ends = ends_of(read_notice(received.notices))
     if plan.mode == "event_time" and folded is not None and len(folded.rows.times_ms):
         ends.append((UNPLACED, LogEnd(0, int(folded.rows.times_ms.max()))))
@@ -271,9 +271,7 @@ class Reducer:
                 return within
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the columns by which the rows of an ID are sorted for judging, starting with the least significant
-        column.
-        """
+        """Return the sort columns that put the rows of an ID into judging order, least significant column first."""
         match self._plan.mode:
             case "direct" | "log":
                 partition, offset = _TASKS[self._plan.mode]

@@ -9,11 +9,11 @@ stops with StateIncompatible.
 
 The seed marks contain the seed's name, offsets, and clock time. Therefore, if the command is killed, running the
 command again writes the same records and finishes the seed. The command rejects a second run with a different history
-or different offsets, because records of the first run would stay in the changelog.
+or different offsets, because otherwise records of the first run would stay in the changelog.
 
 Writing a changelog record twice is harmless, so Spark can repeat task attempts or run several at the same time. If an
-upstream Spark task fails, its failure looks like a normal end of input to the writing task. The writing task therefore
-commits a partition's last transaction only if the count and digest of the records match the seed mark.
+upstream Spark task fails, the writing task sees only a normal end of input. The writing task therefore commits a
+partition's last transaction only if the count and digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
     """Raise StateIncompatible if the offsets in ``until`` differ from the earlier run's offsets.
 
-    `latest`, `earliest`, and times are accepted, because the earlier run has already converted them to offsets.
+    The function accepts `latest`, `earliest`, and times, because the earlier run has already converted them to offsets.
     """
     if not isinstance(until, Mapping) or dict(until) == dict(begins):
         return
@@ -439,7 +439,7 @@ class _SeedWriter:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
         A `seeding` mark prevents the fleet from starting a task on the mark's partition. If the topology repartitions
-        records, the method then commits the source offsets; otherwise, a fleet started during the seed would
+        records, the method then commits the source offsets, because otherwise a fleet started during the seed would
         repartition the history.
         """
         marks = {} if found.marks else self._plan.marks

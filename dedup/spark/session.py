@@ -294,9 +294,10 @@ def session_for(
 
 
 def _silence_lost_connections(session: SparkSession) -> None:
-    """Make the driver's Kafka clients log only errors about connections.
+    """Suppress connection messages below level ERROR from the driver's Kafka clients.
 
-    While a broker is away, they would log several lines a second. dedup's own client logs one line a minute.
+    While a broker is away, these clients otherwise log several lines a second. dedup's own client logs one line a
+    minute.
     """
     jvm = session.sparkContext._jvm  # noqa: SLF001  # PySpark has no public access to the JVM
     log4j = jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # py4j finds Java packages at run time

@@ -77,9 +77,9 @@ _REPORTING: Final = {
 def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    The identity is necessary because Spark does not check whether a checkpoint belongs to a query: Spark would use one
-    topology's offsets for another topology. Raises StateIncompatible and changes nothing if the directory contains a
-    different identity, or contains files but no identity.
+    The identity is necessary because Spark does not check whether a checkpoint belongs to a query; without the
+    identity, Spark would use one topology's offsets for another topology. Raises StateIncompatible and changes nothing
+    if the directory contains a different identity, or contains files but no identity.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if not files.exists(path):
@@ -153,10 +153,10 @@ async def prepared(
 ) -> Prepared:
     """Create missing topics, and return the topology with the start offsets of its stream.
 
-    If the stream already has a checkpoint (``begun``), the output topic may contain records. Raises StateIncompatible
-    if the topics do not match the topology, or if retention deleted records that were not judged. Also raises
-    StateIncompatible if ``onto_existing_output`` is false and the output topic of a new group already contains records.
-    Raises BrokerUnavailable if no broker responds.
+    If the stream already has a checkpoint (``begun``), the output topic is allowed to contain records. Raises
+    StateIncompatible if the topics do not match the topology, or if retention deleted records that were not judged.
+    Also raises StateIncompatible if ``onto_existing_output`` is false and the output topic of a new group already
+    contains records. Raises BrokerUnavailable if no broker responds.
     """
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
         try:

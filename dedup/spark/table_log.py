@@ -2,7 +2,7 @@
 
 In Delta, each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If
 two appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
-`DeltaLog.append` therefore looks for the metadata of the append (`userMetadata`) in the log. `DeltaLog` reads the log's
+`DeltaLog.append` therefore searches the log for the append's metadata (`userMetadata`). `DeltaLog` reads the log's
 files one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a
 Spark job over all log files.
 
@@ -10,8 +10,8 @@ Iceberg has no such transaction IDs, so Iceberg would accept the appends of two 
 Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot examined by the method. The
 method then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and
 Tagging" in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If
-another job commits first, the appended rows stay invisible. After another job's commit, `append` fails if that job
-belongs to the same application, and starts over otherwise.
+another job commits first, the appended rows stay invisible. If another job has committed, `append` fails if that job
+belongs to the same application; otherwise, `append` starts over.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The metadata of each table commit contains the Kafka offsets where the commit en
 visible together, so no checkpoint is needed. If a driver is killed, the next driver continues after the last table
 commit.
 
-If two sinks write to the same table, one of them fails, because an append fails if another sink has committed since the
+If two sinks write to the same table, one of them fails: an append fails if another sink has committed since the
 appending sink last read the table (`table_log`). After each table commit, the sink reads the commit back and checks the
 ID in the commit's metadata.
 """
@@ -295,8 +295,8 @@ def following(
     """In a separate thread, append the records that a stream commits inside the ``with`` block; after the block, append
     the remaining records.
 
-    If ``stopped`` is set, the remaining records are left for the sink's next run. If the appending thread fails, the
-    thread calls ``failed``, and the ``with`` block raises the thread's error on exit.
+    If ``stopped`` is set, the function leaves the remaining records for the sink's next run. If the appending thread
+    fails, the thread calls ``failed``, and the ``with`` block raises the thread's error on exit.
     """
     over, errors = threading.Event(), list[Exception]()
 

@@ -6,7 +6,7 @@ does not change the result.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
 statement moves the rows to the target table. If a run is killed before moving the rows, the target table is unchanged,
-but the staging table is left behind.
+but the staging table remains.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class TableRows:
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Convert records (`columns.RECORDS`) to table rows.
 
-    ``schema`` is Spark DDL that lists the JSON members to turn into columns; records in which a member has another type
-    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value becomes a
-    row whose payload columns are null. ``order`` determines which record is newer: `event_time`, a column of
+    ``schema`` is Spark DDL that lists the JSON members to turn into columns; a record is rejected if one of these
+    members has another type. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value
+    becomes a row whose payload columns are null. ``order`` determines which record is newer: `event_time`, a column of
     ``schema``, or `offset`. The order `offset` is correct only if all records with the same ID are in the same Kafka
     partition. Raises SettingsError for an invalid schema or order.
     """
@@ -240,7 +240,7 @@ def _schema(ddl: str | None) -> t.StructType | None:
 
 
 def _is_unfit(kind: t.DataType) -> bool:
-    """Return whether Spark cannot read the type from JSON, or cannot hash it as `_newest` requires."""
+    """Return true if Spark cannot read the type from JSON or cannot hash it as `_newest` requires."""
     match kind:
         case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
             return True

@@ -4,14 +4,14 @@ Every transaction contains the records sent, their sightings, the task record wi
 group's offset. Each attempt begins at the next offset to judge, and therefore handles all of these cases:
 
 * After a crash, Spark repeats a micro-batch; the attempt skips the rows judged before the crash.
-* If an upstream task fails, its failure looks like a normal end of input to the attempt. The attempt can commit the
-  rows received so far, because the next attempt continues after these rows.
+* If an upstream task fails, the attempt sees only a normal end of input. The attempt can commit the rows received so
+  far, because the next attempt continues after these rows.
 * If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If records exist between the next offset to judge and the first input row, the attempt stops, because these records
-  would be lost.
+* If records exist between the next offset to judge and the first input row, the attempt stops, because otherwise these
+  records would be lost.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """The reports of all partitions of one micro-batch, and its duration in seconds."""
+    """The reports of all partitions of one micro-batch, and the micro-batch's duration in seconds."""
 
     sub_topology: SubTopology
     batch_id: int
@@ -296,9 +296,9 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 
 @contextmanager
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
-    """Yield a directory reserved for the partition's state while the ``with`` block runs.
+    """Yield a directory for the partition's state; no other attempt can use this state while the ``with`` block runs.
 
-    If a fenced attempt still uses the regular directory, the function yields a temporary directory without state.
+    If a fenced attempt still uses the regular directory, the function yields an empty temporary directory instead.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

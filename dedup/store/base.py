@@ -36,7 +36,7 @@ class Store(Protocol):
     """The changelog offset from which a restore continues, or 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
 
     def segments(self) -> dict[int, int]:
         """Map segment starts (ascending) to a changelog offset at or before each segment's first record."""

@@ -362,7 +362,7 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load IDs for about the time that reading ``keys`` keys takes, and return the unused part of ``keys``.
+        """Load IDs for about as long as reading ``keys`` keys takes, and return the part of ``keys`` that is left.
 
         If all IDs are loaded and a snapshot is due, the remaining time is used to write the snapshot. ``read_keys(key,
         limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.

@@ -56,7 +56,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield the content of a stream in pieces, and report each piece's size to ``moved`` once the piece is used."""
+    """Yield a stream's content in pieces, and pass a piece's size to ``moved`` after the caller has used the piece."""
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))

@@ -45,7 +45,7 @@ LONGEST_KEY: Final = 33
 
 @dataclass(slots=True)
 class Family:
-    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store keeps ``rows``."""
+    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store holds on to ``rows``."""
 
     name: str
     """The start of the first segment that the family contained, or the name of the shared family."""
@@ -130,9 +130,10 @@ def pairs(family: rocksdict.Rdict, prefix: bytes = b"") -> Iterator[tuple[bytes,
 
 
 def keys_after(family: rocksdict.Rdict, prefix: bytes, key: bytes, limit: int) -> list[bytes]:
-    """Return up to ``limit`` keys that follow ``key``, in order. ``key`` and the returned keys lack the prefix.
+    """Return up to ``limit`` keys that follow ``key``, in order.
 
-    Raises RocksDB's error if a damaged block ends the read early.
+    Neither ``key`` nor the returned keys include the prefix. Raises RocksDB's error if a damaged block ends the read
+    early.
     """
     found = cast("Iterator[bytes]", family.keys(from_key=prefix + key + b"\0", read_opt=_in_order()))
     keys = list(takewhile(lambda each: each.startswith(prefix), islice(found, limit)))

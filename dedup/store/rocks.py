@@ -166,7 +166,7 @@ class _SegmentEntry:
     last_position: int
     """The position of the last batch that wrote to the segment."""
     ids: int
-    """The number of keys that were written, counting repetitions."""
+    """The number of keys written; a key that is written twice counts twice."""
 
     def encode(self) -> bytes:
         return _sealed(_SEGMENT.pack(self.width_ms, self.birth, self.last_position, self.ids))
@@ -241,7 +241,7 @@ class RocksMemory:
         self.write_buffers.set_buffer_size(int(self._write_buffer_bytes * times))
 
     def flush_in_turn(self, family: rocksdict.Rdict) -> None:
-        """With 16 or more stores and half-full write buffers, flush the family's memtable if it is large.
+        """Flush the family's memtable if it is large, the write buffers are half full, and 16 or more stores are open.
 
         If the write buffers became full, RocksDB would flush half of the stores at once and delay records by a second.
         """
@@ -362,7 +362,7 @@ class RocksStore:
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded sightings of the IDs, by segment and ID. Segments with none of the IDs are omitted."""
+        """Return the encoded sightings of the IDs, by segment and ID. Segments without any of the IDs are omitted."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -505,7 +505,7 @@ class RocksStore:
         return stored + sum(held.filter.disk_bytes for held in self._segments.values())
 
     def count_ids(self) -> int:
-        """Return the number of (segment, ID) pairs that were written, counting repetitions."""
+        """Return the number of (segment, ID) pairs written; a pair that is written twice counts twice."""
         self._refuse_if_closed()
         return sum(held.entry.ids for held in self._segments.values())
 

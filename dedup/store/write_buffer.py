@@ -70,7 +70,7 @@ class WriteBuffer:
         """Write a committed generation to the store atomically, and drop it from the buffer.
 
         Segments that end at or before ``oldest_live_ms`` are left out. If the store raises an error, the generation
-        stays in the buffer. Raises InvariantBroken if ``generation`` is not the one that is being committed.
+        stays in the buffer. Raises InvariantBroken if ``generation`` is not the generation that is being committed.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
@@ -78,7 +78,7 @@ class WriteBuffer:
         self._committing = None
 
     def discard(self) -> None:
-        """Drop all buffered sightings, because the transaction was aborted or the partition was lost."""
+        """Drop all buffered sightings after the transaction was aborted or the partition was lost."""
         self._open = {}
         self._committing = None
 

@@ -243,7 +243,7 @@ class Topology:
     def has_layout(self, size: int) -> bool:
         """Return whether the topology needs a layout record.
 
-        It does if ``size``, the number of partitions per transaction, exceeds 1, or if `direct` is false.
+        The record is needed if ``size``, the number of partitions per transaction, exceeds 1, or if `direct` is false.
         """
         return size > 1 or not self.direct
 

@@ -485,7 +485,7 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
 
 
 def _flow_fits(document: Document) -> Iterator[Problem]:
-    """Report `then` without `output`, and keys that need `then` but lack it or have no effect with it."""
+    """Report `then` without `output`, `then` with `output.headers`, and `routes` without `then`."""
     if document.has(("then",)):
         if not document.has(("output",)):
             yield _at_key(document, ("then",), "needs `output`; without it, the topology forwards no record")

@@ -59,7 +59,7 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool, logged: bool = True) -> float:
-    """Return the number of bytes per sighting on disk, plus the Bloom filter's files if ``logged`` is true."""
+    """Return the disk space per sighting in bytes, including the Bloom filter's files if ``logged`` is true."""
     each = _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES
     return each + (_FINGERPRINT_BYTES if fingerprints else 0) + (_LOGGED_BYTES if logged else 0)
 

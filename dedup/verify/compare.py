@@ -269,7 +269,7 @@ def matched(
 def _candidates(
     expected: Sequence[Sequence[Wanted]], actual: Sequence[Sequence[Seen]]
 ) -> dict[bytes, list[tuple[int, Wanted]]]:
-    """Map each digest to the expected records and their tasks, in reverse order, without absent optional records."""
+    """Map each digest to its expected records and their tasks, in reverse order. Omit absent optional records."""
     candidates: defaultdict[bytes, list[tuple[int, Wanted]]] = defaultdict(list)
     for task, records in enumerate(expected):
         for wanted in records:

@@ -111,7 +111,7 @@ def source_log(
 ) -> Iterator[Log]:
     """Yield a source partition's records in the given ranges of offsets. Each range is (first, end, pending).
 
-    If ``only`` is given, the function yields only the records with these IDs.
+    If ``only`` is given, the function yields only records whose IDs are in ``only``.
     """
     scan = LogScan(plan, ((0, partition),), from_start=known)
     for begin, end, pending in spans:

@@ -156,7 +156,7 @@ def explain_id(
 
 
 def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log]]]:
-    """Yield the name of each log that workers judge, with the log's records that have one of the IDs.
+    """Yield the name of each log that workers judge, and the log's records that have one of the IDs.
 
     For a source partition, the name is empty.
     """

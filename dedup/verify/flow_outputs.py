@@ -131,10 +131,10 @@ class FlowOutputs:
     ) -> list[FlowOutput] | Fault:
         """Return the records that the flow must have sent for a record, or the fault if the flow fails.
 
-        ``own`` is the record's ID, and ``position`` is its position in the source topics. If ``kept`` is given, a
-        result that goes to the first topic with an unchanged key is written to the partition ``kept``. The key
-        determines the partition of every other result. Instead of an offset, each result has its index among the
-        results.
+        ``own`` is the record's ID, and ``position`` is its position in the source topics. If ``kept`` is given, each
+        result that has an unchanged key and goes to the first topic is written to the partition ``kept``. The key
+        determines the partition of every other result. The offset field of each result contains the result's number
+        among the flow's results, counted from 1.
         """
         made = yielded(self.flow, record, self.topics)
         if isinstance(made, Fault):

@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, which workers do not use, so no client bug affects both workers and verifier."""
+"""Reads Kafka with librdkafka, which workers do not use, so no client bug affects both the workers and the verifier."""
 
 from __future__ import annotations
 

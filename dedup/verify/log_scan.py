@@ -276,7 +276,7 @@ def stream_times(
     """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model accordingly.
 
     The records at ``unjudged`` have a fault or no ID. The records at ``letters`` are dead letters according to the
-    dead-letter topic; those with a nonnegative event time change neither stream time nor their feed.
+    dead-letter topic; dead letters with a nonnegative event time change neither stream time nor their feed.
     """
     count = len(feeds)
     marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
@@ -349,7 +349,7 @@ class LogScan:
     ) -> Log:
         """Convert consecutive records to rows of the log. An idle marker advances stream time, but produces no row.
 
-        If ``only`` is given, the method returns only the records with these IDs.
+        If ``only`` is given, the method returns only records whose IDs are in ``only``.
         """
         plan = self._plan
         extracted = extracted_of(plan.extract, columns)
@@ -401,7 +401,7 @@ class LogScan:
         return self._anchor_ms
 
     def _at_once(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log that still has its beginning, and calculate stream time for all rows at once."""
+        """Return the rows of a log whose beginning was not deleted, and calculate stream time for all rows at once."""
         ids, faults = batch.extracted.ids, batch.extracted.faults
         letters = [at for at, source in enumerate(batch.sources) if source in batch.letters] if batch.letters else []
         before_ms = self._model.stream_time_ms

@@ -190,8 +190,8 @@ def log_rows(
 ) -> Iterator[Log]:
     """Yield all records of a partition of the repartition topic, as they were in the source topic.
 
-    If ``only`` is given, the function yields only the records with these IDs. If the repartition tasks pass on the
-    values that they extract, the function adds these values to ``passed``.
+    If ``only`` is given, the function yields only records whose IDs are in ``only``. If the repartition tasks pass on
+    the values that they extract, the function adds these values to ``passed``.
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
@@ -362,7 +362,7 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
 
 
 def _account_letter(cut: Cut, step: _Step, source: Source, judged: _Judged, letter: Filed) -> None:
-    """Check the dead letter of a record without a fault that is not in the repartition topic."""
+    """Check the dead letter of a record that has no fault and is not in the repartition topic."""
     place, there = cut.plan.place(source), cut.plan.dead_letters.place(letter)
     # The repartition topic may have lost a record for which a `dedup` task wrote a dead letter.
     others = {FUTURE, FLOW_FAILED} if step.purged else set()
@@ -447,7 +447,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
-    """Report each ID that also occurs in another partition, because two tasks then judged its records."""
+    """If an ID also occurs in another partition, report it, because two tasks have judged the ID's records."""
     ids = dict.fromkeys(log.ids, books.partition)
     ids.pop(None, None)
     for own in ids.keys() & owners.keys():

@@ -146,9 +146,9 @@ class TaskReplay:
     def _at_a_glance(self, log: Log) -> npt.NDArray[np.bool_]:
         """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
-        For such an ID, the first record is unique. All other records have the same payload and are within a guard
-        period of the first one, so they are its duplicates. The model judges the records of all other IDs, and all
-        records that a flow gets.
+        The first record with such an ID is unique. All other records with the ID have the same payload and are within a
+        guard period of the first record, so they are its duplicates. The model judges the records of all other IDs, and
+        all records that a flow gets.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
         if self._plan.topology.then:
@@ -195,7 +195,10 @@ class TaskReplay:
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Return whether the verdict on a record or, if ``timed`` is false, on any record with its ID, was in doubt."""
+        """Return whether the verdict on a record is in doubt.
+
+        If ``timed`` is false, return whether the verdict on any record with the same ID is in doubt.
+        """
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 

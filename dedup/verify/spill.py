@@ -36,7 +36,7 @@ def place_of(tracking_id: bytes | None, content: bytes) -> int:
 
 
 def places_of(ids: Sequence[bytes | None], contents: Sequence[bytes]) -> Column:
-    """Return a hash of each ID or, without an ID, of the content. The hashes differ between processes."""
+    """Return a hash of each ID, or of the content of a record without an ID. The hashes differ between processes."""
     known = [content if own is None else own for own, content in zip(ids, contents, strict=True)]
     return np.fromiter(map(hash, known), np.int64, len(known))
 
@@ -66,7 +66,7 @@ class Spill:
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, places: Column, columns: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add each row to the bucket for its hash in ``places``.
+        """Add each row to the bucket that the row's hash in ``places`` selects.
 
         ``columns`` contains arrays or lists of numbers, followed by lists of other values. ``size_bytes`` is the size
         of the rows' long values.

@@ -37,10 +37,10 @@ def verify(
 ) -> Report:
     """Verify a topology, and return the report when all records have been read.
 
-    The verifier judges only one in ``sample`` tracking IDs, but all records with these IDs. ``scratch`` is a directory
-    for temporary files, which take about 200 bytes plus the key for each record; the default is the system's temporary
-    directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the
-    cluster cannot be read.
+    The verifier selects one in ``sample`` tracking IDs, and judges all records with the selected IDs. ``scratch`` is a
+    directory for temporary files, which take about 200 bytes plus the key for each record; the default is the system's
+    temporary directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if
+    the cluster cannot be read.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)

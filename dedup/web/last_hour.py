@@ -6,8 +6,8 @@ knows the owners of other partitions from the last assignment. The worker whose 
 workers. Slots begin at the same times on all workers and contain counts, so the merged metrics are the same as if a
 single worker ran all tasks.
 
-If a worker ends, its slots and the states of its tasks are lost. The other workers still know which partitions that
-worker owned.
+If a worker ends, its slots and the states of its tasks are lost, but the other workers still know which partitions
+it owned.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Return the opened store, or an empty store if the store came from a checkpoint and is unusable."""
+        """Open a store, and return it or, if it came from a checkpoint and is unusable, an empty store."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()

@@ -1,9 +1,9 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
-A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
-again at its source, so it is sent to the output. The header `dedup-verdict` excludes such a record from dedup's
-guarantee. A record that cannot be sent, for example because only its digest was kept, is reported and stays in its
-topic.
+A dead letter is sent to its source partition, where it is judged like any other record. If a late record were sent back
+to its source, it would only be late again, so it is sent to the output instead. The header `dedup-verdict` marks such a
+record, which dedup's guarantee does not cover. A record that cannot be sent, for example because only its digest was
+kept, is reported and stays in its topic.
 
 The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
 The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
@@ -80,8 +80,8 @@ class Replay:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin but the broker has forgotten no
-        position.
+        say where to begin. Raises SettingsError if the plan says where to begin although the broker still has all
+        positions.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places

@@ -208,7 +208,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
 def _without_extracted(batch: FeedBatch, idle_rows: Collection[int]) -> FeedBatch:
     """Return the batch without the header `EXTRACTED`, which is the last header of every record except idle markers.
 
-    Raises InvariantBroken if a record that is not an idle marker lacks the header.
+    Raises InvariantBroken if a record that is not an idle marker lacks the header `EXTRACTED`.
     """
     for row, own in enumerate(batch.headers):
         if row not in idle_rows and (not own or own[-1][0] != EXTRACTED):
@@ -477,7 +477,7 @@ class DedupTask(TaskWork):
         return None
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Note which records are in the future by this worker's clock, because a broker's clock may disagree."""
+        """Note which records are in the future according to this worker's clock; a broker's clock may disagree."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:

@@ -222,7 +222,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return the number that will identify this reading's batches."""
+        """Start reading a partition at a position, and return a number that identifies the batches read from there."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -331,7 +331,7 @@ class Consumer(FaustConsumer):
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield fetch responses with known schemas, in order per partition, and hold back the others."""
+        """Yield fetch responses whose schemas are known, in order per partition, and hold back all other responses."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source

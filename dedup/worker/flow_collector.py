@@ -39,7 +39,7 @@ class FlowCollector(RecordCollector):
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return batches like `RecordCollector.publish`, but forward the records that the flow yields."""
+        """Return batches as `RecordCollector.publish` does, but forward the records that the flow yields."""
         batches = RecordCollector.publish(self, batch, rows, outcome, refusals, misfits)
         if not misfits:
             outcome.flow_seconds = sum(self.spent_s)
@@ -78,8 +78,9 @@ class FlowCollector(RecordCollector):
     ) -> list[tuple[TopicPartition, Iterable[Line]]]:
         """Return the records to send, grouped by target partition and in log order.
 
-        In a topology without a repartition topic, an output record that has its source record's key keeps the source
-        partition. Otherwise, the key or, if there is none, the tracking ID determines the partition.
+        In a topology without a repartition topic, an output record with the same key as its source record also keeps
+        that record's partition number. Otherwise, the key or, if there is none, the tracking ID determines the
+        partition.
         """
         own, ids = TopicPartition(output.topic, self.partition), rows.extracted.ids
         keyed: defaultdict[str, list[bytes]] = defaultdict(list)

@@ -298,7 +298,7 @@ class Introspection:
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the group's members at the last assignment, sorted by name, or none before the first assignment.
+        """Return the group's members at the last assignment, sorted by name, or () before the first assignment.
 
         Each member announces its address when it joins, as with `application.server` in Kafka Streams (KIP-67). Some of
         these members may no longer be running.

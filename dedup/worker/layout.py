@@ -4,8 +4,8 @@ Workers with different layouts use different transactional IDs, which do not fen
 stored in the cluster, as a record in the topic ``<name>.layout``, to which only the transactional ID ``<name>.layout``
 writes. A topology without a layout topic has the default layout: one partition per transaction.
 
-A change of the layout first writes a layout with `changing_to`, then fences every transactional ID of the old and the
-new layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
+A layout change first writes a layout with `changing_to`, then fences every transactional ID of the old and the new
+layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
 group sees the change and stops, or the change has yet to fence the group's transactional ID and will do so.
 """
 
@@ -147,8 +147,8 @@ async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
     """Return the topology with `auto` replaced by the number of partitions per transaction.
 
-    The number of partitions per transaction comes from the layout in the cluster. If a new topology (``fresh``) has no
-    layout yet, the number is derived from the partition counts.
+    The number of partitions per transaction comes from the layout in the cluster. If the topology is new (``fresh`` is
+    True) and has no layout yet, that number is derived from the partition counts.
     """
     if topology.transactions.partitions != "auto":
         return topology
@@ -233,8 +233,9 @@ class LayoutChange:
         """Put ``partitions`` partitions into each transaction; afterward, no worker with the old layout can commit.
 
         If ``anew`` is True, the state starts from scratch, so the layout records the current partition counts. If
-        ``unless_there`` is True and another process has written a layout, nothing is changed. Raises TaskMigrated if
-        another process is also changing the layout, or CommitUnknown if the outcome of a transaction is unknown.
+        ``unless_there`` is True and another process has written a layout, the function changes nothing. Raises
+        TaskMigrated if another process is also changing the layout, or CommitUnknown if the outcome of a transaction is
+        unknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
@@ -266,8 +267,8 @@ class LayoutChange:
         """Write a layout, and wait until every reader gets this layout or a newer one.
 
         A broker responds to EndTxn before it writes the transaction markers, and readers get the previous layout until
-        the markers are written. A worker that began a new epoch after the fencing but read the previous layout would
-        continue with that layout.
+        the markers are written. If a worker then began a new epoch but read the previous layout, it would continue with
+        that layout.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -282,8 +283,8 @@ class LayoutChange:
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
     """Change the number of partitions per transaction to the number in the topology, and keep the state and offsets.
 
-    The function also completes an interrupted change. Raises DedupError if workers are running or another process is
-    changing the layout, or StateIncompatible if topics are missing.
+    The function also completes an interrupted layout change. Raises DedupError if workers are running or another
+    process is changing the layout, or StateIncompatible if topics are missing.
     """
     await Group(wire, topology.name).refuse_members()
     have = await admin.topics(known_names(topology))

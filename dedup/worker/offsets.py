@@ -33,7 +33,7 @@ RESETTING: Final = "dedup-reset-in-progress"
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
-    """Return a partition's first offset and high watermark, and retry while the partition's leader changes."""
+    """Return a partition's first offset and high watermark, retrying while the partition's leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
 
 

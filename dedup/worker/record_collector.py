@@ -139,7 +139,7 @@ class Refusals:
         return None
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return why the broker will refuse a timestamp, or None if the broker accepts it or has stated no range."""
+        """Return why the broker will refuse a timestamp, or None if the broker accepts it or has not stated a range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -384,7 +384,7 @@ class RecordCollector:
                 yield self._side_partition(route), self._copies(batch, found)
 
     def _copies(self, batch: FeedBatch, found: list[tuple[int, Sighting]]) -> Iterator[Line]:
-        """Yield each duplicate with headers that name the sighting that it repeats."""
+        """Yield each duplicate with headers that identify the sighting that the duplicate repeats."""
         places = self._places(of.source for _, of in found)
         for (row, of), place in zip(found, places, strict=True):
             yield self._line(batch, row, [(_FIRST_TIME, b"%d" % of.first_ms), (_FIRST_SOURCE, place)])
@@ -415,7 +415,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic may accept, and put lines that are known to be refused into ``misfits``."""
+    """Yield the lines that the topic may accept, and put lines that it is known to refuse into ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:
@@ -427,7 +427,8 @@ def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits:
 def _digest(line: Line, added: int) -> Line:
     """Return a digest to send in place of a record that is too large.
 
-    Only the last ``added`` headers, which dedup added, are kept, because the source record's own headers may be large.
+    Only the last ``added`` headers (those that dedup added) are kept, because the source record's own headers may be
+    large.
     """
     row, timestamp_ms, _, value, headers = line
     digest = blake2b(value or b"", digest_size=32).hexdigest()

@@ -127,7 +127,7 @@ class Reset:
         return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Record the current ends of the topics that dedup writes, because `dedup verify` checks only later records."""
+        """Record the current ends of the topics dedup writes to, because `dedup verify` checks only later records."""
         written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
         ends = await ends_of(self.wire, written)
         mark = Group(self.wire, self.topology.reset_group)

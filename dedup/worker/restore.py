@@ -57,7 +57,7 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 
 
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return a message that says why the local state is restored again; ``record`` is the store's task record."""
+    """Return a message that says why the local state is being restored again; ``record`` is the store's task record."""
     return (
         f"{changelog}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
@@ -223,8 +223,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the start of the changelog lacks records that its last task record requires.
 
-    A changelog without a task record is also refused if the local state has one (``held``), because owners never delete
-    the last task record.
+    The function also refuses a changelog that has no task record although the local state has one (``held``), because
+    owners never delete the last task record.
     """
     record = await last_task_record(wire, changelog)
     if record is None and held is not None:

@@ -136,9 +136,9 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
-    If a signal kills a worker while it is stopping, its exit code counts as 128 plus the number of the signal, as in a
-    shell. The exit code of a worker that SIGTERM kills does not count, because the worker had either not begun to judge
-    or already finished.
+    If a signal kills a worker that is already stopping, the worker's exit code counts as 128 plus the signal's number,
+    as in a shell. The exit code of a worker that SIGTERM kills does not count, because the worker had either not begun
+    to judge or already finished.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:

@@ -122,7 +122,7 @@ class SteadyClock:
         """The total number of milliseconds by which brokers' times have advanced the clock."""
 
     def now_ms(self) -> int:
-        """Return the time in ms since 1970, which never decreases and ignores later changes to the wall clock."""
+        """Return a time in ms since 1970 that never decreases and ignores later changes to the wall clock."""
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:
@@ -217,7 +217,7 @@ class SharedTransaction(Protocol):
     """The number of times that the group has fenced other owners."""
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, made from records of the partition ``feeding``, to the transaction."""
+        """Add record batches to the transaction; ``feeding`` is the partition whose records they were made from."""
 
     def give_up(self) -> None:
         """Close every task of the group at once, so that nothing more is committed in this assignment."""
@@ -293,7 +293,7 @@ class Task:
 
     @property
     def all_committed(self) -> bool:
-        """True if the task runs and everything that it has judged has been committed."""
+        """True if the task is running and has committed everything that it has judged."""
         return self.state is TaskState.RUNNING and not self.dirty and not self._in_flight
 
     def _move(self, state: TaskState) -> None:
@@ -516,7 +516,7 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard all uncommitted results, and release the store. If `start` is running, `start` releases the store."""
+        """Discard all uncommitted results, and release the store or, if `start` is running, leave that to `start`."""
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

@@ -84,7 +84,7 @@ class TaskGroup:
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
-        """Add record batches, made from records of the partition ``feeding``, to the transaction."""
+        """Add record batches to the transaction; ``feeding`` is the partition whose records they were made from."""
         self._session.add(batches, feeding)
 
     async def commit(self) -> None:

@@ -60,7 +60,7 @@ class Membership(Protocol):
     """
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Start reading a partition at a position, and return the number that will identify this reading's batches."""
+        """Start reading a partition at a position, and return a number that identifies the batches read from there."""
 
     def halt(self, feeding: TopicPartition) -> None:
         """Stop reading a partition until `begin` is called for the partition."""
@@ -135,14 +135,14 @@ class TaskManager:
 
     @property
     def unanswered_since_s(self) -> float | None:
-        """The monotonic time, in seconds, since which commits of some task group get no response, or None."""
+        """The monotonic time, in seconds, at which commits of some task group stopped getting responses, or None."""
         return min((outage.since_s for outage in self._waiting.values()), default=None)
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the task groups of partitions outside ``feeding``, and start those of ``feeding`` that are not open.
 
-        Open groups that stay assigned continue. A group that was fenced is no longer open, so it is started again. The
-        closed groups do not commit again, because their new owners may have fenced them by now.
+        A task group that is open and stays assigned continues. A group that was fenced is no longer open, so it is
+        started again. The closed groups do not commit again, because their new owners may have fenced them by now.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)

@@ -1,8 +1,8 @@
 """Defines `TopologyTestDriver`, which lets users test a topology file without a broker, as in Kafka Streams (KIP-247).
 
 The driver runs the same tasks, task groups, and transactions as a worker, but with an in-memory cluster and stores.
-Only the code that passes records to the tasks differs: each call of `feed` returns after its records are judged and
-committed.
+Only the code that passes records to the tasks differs from a worker's: each call of `feed` returns after its records
+are judged and committed.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class TopologyTestDriver:
         """Write records to a source topic, judge them as one batch, and commit the results.
 
         A value is bytes, a string, None for a tombstone, or an object or array that is encoded as JSON. All ``values``
-        get the same ``key``, ``headers``, and ``timestamp``, which is the clock's time by default. ``topic`` may be
-        omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses the
+        get the same ``key``, ``headers``, and ``timestamp``; the default timestamp is the clock's time. ``topic`` may
+        be omitted if there is only one source topic. Without ``partition``, Kafka's default partitioner chooses the
         partition by the key; a record without a key goes to partition 0.
 
         With `event_time: arrival`, the append time is the clock's time, so passing a ``timestamp`` raises ValueError.

@@ -372,7 +372,7 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need, which dedup never deletes."""
+        """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
@@ -410,7 +410,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log an error if at least 95% of the last minute's records are dead letters, and a warning when fewer are."""
+    """Log an error when at least 95% of the last minute's records are dead letters, or a warning when fewer are."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
