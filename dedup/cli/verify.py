@@ -37,7 +37,7 @@ def explain(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the records with one tracking ID, the reason for each verdict, and the topics that the records are in.
+    """Show the records with a given tracking ID, the reason for each verdict, and the topics that contain them.
 
     No worker needs to run, because the command reads only from Kafka. The command reads all topics from the beginning,
     but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its parts. The exit

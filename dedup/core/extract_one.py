@@ -481,7 +481,7 @@ def encode_scalar(value: str | int | bytes, *, instants: bool) -> bytes:
 
 
 def _instant_of(text: str) -> bytes | None:
-    """Return the canonical bytes of an RFC 3339 time as an instant, or None for any other string.
+    """Interpret an RFC 3339 string as an instant, and return its canonical bytes; return None for any other string.
 
     As in `rfc3339_ms`, a time in a leap second counts as a time in the next second.
     """

@@ -281,7 +281,7 @@ def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
 
 
 def _ends_within(values: Collection[bytes], length: int, begin_ms: int, end_ms: int) -> bool:
-    """Return True if each value is one sighting, was never extended, and ends in [``begin_ms``, ``end_ms``)."""
+    """Return True if every value is a single, never extended sighting with an end in [``begin_ms``, ``end_ms``)."""
     rows = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), length)
     headers = {header for header, entry in _ENTRIES.items() if entry.size == length and not header & _EXTENDED}
     if not headers or not headers.issuperset(np.unique(rows[:, :1]).tolist()):

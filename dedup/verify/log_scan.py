@@ -233,7 +233,7 @@ class _Batch:
         return Original(source, self.contents[at], columns.headers[at], columns.timestamps_ms[at])
 
     def odd_rows(self, plan: Plan) -> Collection[int]:
-        """Return the rows of all records that are odd even if no records are missing from the log."""
+        """Return the rows of the records that count as odd, whether or not records are missing from the log."""
         if self.pending:
             return range(len(self.sources))
         filed = self.late.keys() | self.letters.keys()
@@ -437,7 +437,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[SourceTuple, Filed]) -> bool:
-        """Return whether a record was late or, if no topic shows which records were late, may have been late."""
+        """Return whether a record was late. If no topic shows which records were late, return whether it may have been."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late

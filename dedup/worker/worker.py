@@ -300,11 +300,12 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @dataclass(slots=True)
 class Maintenance:
-    """Deletes records that no restore needs, and limits the size of the state. `run` repeats both until it is canceled.
+    """Deletes records that are no longer needed for a restore, and enforces the limit on the state's size.
 
-    Deleting changelog records is safe at any time, even if the owner is about to be fenced. The deleted records belong
-    to expired segments, which no later owner needs, because stream time never decreases. Records of the repartition
-    topic are deleted only if they are committed and older than `KEEP_MS`, because `dedup verify` replays that topic.
+    `run` repeats both until it is canceled. Deleting changelog records is safe at any time, even if the owner is
+    about to be fenced. The deleted records belong to expired segments, which no later owner needs, because stream
+    time never decreases. Records of the repartition topic are deleted only if they are committed and older than
+    `KEEP_MS`, because `dedup verify` replays that topic.
     """
 
     app: DedupApp
