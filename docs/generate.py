@@ -123,8 +123,8 @@ def _is_error(kind: object) -> bool:
 
 
 _DESCRIBED_ELSEWHERE: Final[Mapping[str, str]] = {
-    "dedup.Settings": "`load_settings` returns it. For a description of every key, see [the config file](config-file.md).",
-    "dedup.Topology": "`load_topology` returns it. For a description of every key, see [the topology file](topology-file.md).",
+    "dedup.Settings": "`load_settings` returns it. [This page](config-file.md) describes every key.",
+    "dedup.Topology": "`load_topology` returns it. [This page](topology-file.md) describes every key.",
 }
 
 

@@ -437,7 +437,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[SourceTuple, Filed]) -> bool:
-        """Return whether a record was late. If no topic shows which records were late, return whether it may have been."""
+        """Return whether a record was late. If no topic shows that, return whether the record may have been late."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late
