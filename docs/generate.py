@@ -123,8 +123,8 @@ def _is_error(kind: object) -> bool:
 
 
 _DESCRIBED_ELSEWHERE: Final[Mapping[str, str]] = {
-    "dedup.Settings": "`load_settings` returns it. [This page](config-file.md) describes every key.",
-    "dedup.Topology": "`load_topology` returns it. [This page](topology-file.md) describes every key.",
+    "dedup.Settings": "`load_settings` returns it. See [every key of the config file](config-file.md).",
+    "dedup.Topology": "`load_topology` returns it. See [every key of the topology file](topology-file.md).",
 }
 
 
