@@ -388,7 +388,7 @@ class Files:
             return msgspec.json.encode(msgspec.structs.replace(read, position=min(following, default=position)))
 
         prefix = f"{self._name}/{read.part}/"
-        return SourceRecords(read.part, prefix, values, places, msgspec.json.encode(read), after, dead)
+        return SourceRecords(read.part, prefix, values, places, msgspec.json.encode(read), after, dead, read.path)
 
 
 def _without_records(known: _FilePosition) -> SourceRecords:

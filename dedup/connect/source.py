@@ -39,6 +39,8 @@ class SourceRecords:
     after: Callable[[int], bytes]
     """Maps a row to the position that applies if only records and dead records up to this row are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
+    path: str = ""
+    """The path of the file that the records come from, for log messages; empty if they do not come from a file."""
 
 
 class RecordSource(Protocol):

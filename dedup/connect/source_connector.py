@@ -406,7 +406,7 @@ class _RecordMaker:
         for each in dead:
             if each.code not in self._logged:
                 self._logged.add(each.code)
-                place = f"{found.prefix}{each.place}"
+                place = f"{found.path}, byte {each.place}," if found.path else f"{found.prefix}{each.place}"
                 topic = self._ingest.dead_letter
                 log.warning(FIRST_DEAD_LETTER, self._ingest.name, place, topic, each.detail, each.code)
         if dead:

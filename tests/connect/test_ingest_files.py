@@ -130,6 +130,7 @@ async def test_bad_lines_are_dead_letters_and_their_neighbours_are_sent(stage, c
     assert reasons == ["not_json", "not_utf8", "id_missing", "id_null", "repeated_member"]
     told = [record.message for record in caplog.records if "becomes a dead letter in" in record.message]
     assert [reason for reason in reasons for text in told if f"({reason})" in text] == reasons
+    assert told[0].startswith(f"{stage.name}: {path}, byte {len(lines(0, 20))}, becomes a dead letter in")
 
 
 async def test_a_line_of_100_mb_is_a_dead_letter_of_its_digest(stage):
