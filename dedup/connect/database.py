@@ -126,6 +126,10 @@ class DatabaseConnection(ABC):
         with self._explained():
             return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
 
+    def origin(self, sql: str, column: str) -> tuple[int, int]:  # noqa: ARG002  # only PostgreSQL knows
+        """Return the table (by OID) and the column number that a query's column comes from, or zeros if unknown."""
+        return 0, 0
+
     @abstractmethod
     def has(self, table: str) -> bool:
         """Return whether the table exists."""

@@ -75,6 +75,15 @@ class PostgresConnection(DatabaseConnection):
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:
         return self._cursor.execute(sql.encode(), parameters or None)
 
+    def origin(self, sql: str, column: str) -> tuple[int, int]:
+        """Return the table (by OID) and the column number that a query's column comes from, or zeros if unknown."""
+        with self._explained():
+            cursor = self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ())  # noqa: S608  # the author's query
+            names, result = [each.name for each in cursor.description or ()], cursor.pgresult
+        if column not in names or result is None:
+            return 0, 0
+        return result.ftable(names.index(column)), result.ftablecol(names.index(column))
+
     def has(self, table: str) -> bool:
         """Return whether the table exists."""
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from dedup.connect.database import DatabaseConnection
+from dedup.connect.database import DatabaseAway, DatabaseConnection
 from dedup.connect.open_database import POSTGRES, RetryingDatabase
 from dedup.connect.source import DeadRecord, SourceRecords
 from dedup.errors import DatabaseUnavailable, StateIncompatible
@@ -58,6 +58,8 @@ class NumberedRows:
         self._spec: Final = spec
         self._stopped: Final = stopped
         self._postgres: Final = url.startswith(POSTGRES)
+        self._checked = False
+        """True once `_check` has accepted the table or query."""
         # After a failover, a new connection may reach a standby, or a table that has changed.
         self._database: Final = RetryingDatabase(url, stopped, read_only=True, prepare=self._check)
         self._at: tuple[int, ...] | None = None
@@ -74,6 +76,7 @@ class NumberedRows:
             log.warning("%s: %s", name, settle_sentence(spec))
         try:
             self._database.first(lambda _: None)
+            self._checked = True
         except BaseException:
             self._database.close()
             raise
@@ -202,6 +205,8 @@ class NumberedRows:
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
+            if standby and self._checked and not self._spec.settle_ms:
+                raise DatabaseAway("the server is a standby now; waiting for a primary")
             relations = _relations_of(connection, self._spec)
             self._refuse(_unordered(connection, relations, self._spec))
             if not self._spec.settle_ms:
@@ -218,7 +223,7 @@ class NumberedRows:
             columns, keys, reused = _sqlite_shape(connection, table.rpartition(".")[2])
         self._names = list(columns)
         self._refuse(_misfits(columns, keys, self._order))
-        if reused == self._spec.column:
+        if reused == self._spec.column and not self._checked:
             text = (
                 "%s: %s.%s is not AUTOINCREMENT: SQLite reuses the number of a deleted last row for a new row, which "
                 "is then not read. The source is exact only if the last row is never deleted."
@@ -228,7 +233,8 @@ class NumberedRows:
     def _refuse(self, reasons: Iterator[str]) -> None:
         what = f"table {self._spec.table}" if self._spec.table else "the query"
         for why in reasons:
-            raise StateIncompatible(f"{self._name}: {what}: {why}. Nothing was sent.")
+            sent = "Nothing was sent" if self._at is None else "No later rows were sent"
+            raise StateIncompatible(f"{self._name}: {what}: {why}. {sent}.")
 
 
 def _place(numbers: Sequence[int]) -> str:
@@ -300,13 +306,16 @@ def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, st
 
 def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
     """Yield the reasons why the tables' sequences may number a new row lower than an existing row."""
+    origin = connection.origin(spec.query or f"SELECT * FROM {spec.table}", spec.column)  # noqa: S608  # a checked name
     named = connection.query(
-        "SELECT 1 FROM pg_attribute WHERE attrelid::bigint = ANY(%s::bigint[]) AND attname = %s LIMIT 1",
-        (relations, spec.column),
+        "SELECT attname::text FROM pg_attribute JOIN pg_class c ON c.oid = attrelid "
+        "WHERE attrelid::bigint = %s AND attnum = %s AND relkind IN ('r', 'p')",
+        origin,
     )
-    for column, sequence, cache, cycles, step in connection.query(_SEQUENCES, (relations, relations)):
-        # A query may give any column the name `spec.column`.
-        if named and column != spec.column:
+    # The column of a view or an expression may come from any column of any table.
+    tables = _with_children(connection, str(origin[0])) if named else relations
+    for column, sequence, cache, cycles, step in connection.query(_SEQUENCES, (tables, tables)):
+        if named and (column,) != named[0]:
             continue
         if cache > 1 and not spec.settle_ms:
             yield (
@@ -332,15 +341,20 @@ def _children(connection: DatabaseConnection, table: str) -> Iterator[str]:
         )
 
 
+def _with_children(connection: DatabaseConnection, table: str) -> list[int]:
+    """Return the OIDs of a table, given by its name or OID, and of its partitions or of the tables that inherit it."""
+    rows = connection.query(
+        "WITH RECURSIVE tree(oid) AS (SELECT %s::regclass::oid UNION "
+        "SELECT inhrelid FROM pg_inherits JOIN tree ON inhparent = tree.oid) SELECT oid::bigint FROM tree",
+        (table,),
+    )
+    return [oid for (oid,) in rows]
+
+
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
     """Return the OIDs of the tables that the rows come from, except tables that only a function in the query reads."""
     if spec.table:
-        rows = connection.query(
-            "WITH RECURSIVE tree(oid) AS (SELECT %s::regclass::oid UNION "
-            "SELECT inhrelid FROM pg_inherits JOIN tree ON inhparent = tree.oid) SELECT oid::bigint FROM tree",
-            (spec.table,),
-        )
-        return [oid for (oid,) in rows]
+        return _with_children(connection, spec.table)
     connection.begin()
     try:
         connection.query(f"EXPLAIN SELECT * FROM ({spec.query}) t")  # noqa: S608  # the author's query

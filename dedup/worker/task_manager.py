@@ -79,12 +79,15 @@ class Outage:
     tries: int = 0
     since_s: float = 0.0
     """The monotonic time, in seconds, of the first failure since the last commit."""
+    answered: bool = False
+    """True if brokers have answered since the last failure, although nothing was committed yet."""
 
     def next_pause_s(self, now_s: float) -> float:
         """Count an attempt to rebuild the task group, and return the pause before this attempt, in seconds."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
+        self.answered = False
         return min(FIRST_PAUSE_S * (1 << min(self.tries - 1, 10)), LONGEST_PAUSE_S)
 
 
@@ -135,8 +138,8 @@ class TaskManager:
 
     @property
     def unanswered_since_s(self) -> float | None:
-        """The monotonic time, in seconds, at which commits of some task group stopped getting responses, or None."""
-        return min((outage.since_s for outage in self._waiting.values()), default=None)
+        """The monotonic time, in seconds, since which brokers give a task group no usable answer, or None."""
+        return min((each.since_s for each in self._waiting.values() if not each.answered), default=None)
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the task groups of partitions outside ``feeding``, and start those of ``feeding`` that are not open.
@@ -214,6 +217,7 @@ class TaskManager:
         """Open a task group, start its tasks, and commit until the group is closed."""
         group = self._groups[members]
         await group.open()
+        outage.answered = True
         starts = [self._start(group, task, outage) for task in group.tasks.values()]
         loops = [asyncio.create_task(part) for part in (*starts, self._commit_by_the_clock(group, outage))]
         try:
