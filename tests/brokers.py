@@ -94,6 +94,12 @@ class Admin:
         self.client.delete_topics([name])[name].result(timeout=30)
         until(lambda: name not in self.client.list_topics(timeout=30).topics, f"{name}: still known to the broker")
 
+    def until_visible(self, prefix: str) -> None:
+        """A committed reader sees every record of these topics: EndTxn is answered before partitions have markers."""
+        names = [name for name in self.client.list_topics(timeout=30).topics if name.startswith(prefix)]
+        for name in names:
+            until(lambda: self._end_offsets(name) == self._end_offsets(name, committed=True), f"{name}: markers")  # noqa: B023  # it is waited for here
+
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""
         found: dict[int, int] = {}
@@ -110,14 +116,15 @@ class Admin:
         until(told, f"{topic}: its ends are told")
         return found
 
-    def _end_offsets(self, topic: str) -> dict[int, int]:
+    def _end_offsets(self, topic: str, *, committed: bool = False) -> dict[int, int]:
         # By this client, which is connected: a new consumer takes twenty times as long.
         numbers = self.client.list_topics(topic, timeout=30).topics[topic].partitions
         wanted = {TopicPartition(topic, number): OffsetSpec.latest() for number in sorted(numbers)}  # type: ignore[no-untyped-call]
         if not wanted:
             return {}
-        # A committed reader would be told the last stable offset.
-        asked = self.client.list_offsets(wanted, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=30)
+        # A committed reader is told the last stable offset.
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        asked = self.client.list_offsets(wanted, isolation_level=level, request_timeout=30)
         return {place.partition: answer.result().offset for place, answer in asked.items()}
 
 

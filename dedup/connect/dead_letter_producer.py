@@ -20,7 +20,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.outage_lines import AWAY
-from dedup.kafka.record_batch import Columns, Header, Line, fill
+from dedup.kafka.record_batch import BATCH_BYTES, Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
@@ -146,9 +146,10 @@ class DeadLetterProducer:
         end = max(state.sent_to, max(offsets) + 1)
         while not offsets <= state.sent:
             try:
-                state.session.add(
-                    fill(state.target, map(_line, records), compression=self._settings.topics.compression)
-                )
+                limit, compression = self._topic.limit, self._settings.topics.compression
+                most_bytes = BATCH_BYTES if limit is None else limit.surely_fits_bytes
+                lines = map(_line, records)
+                state.session.add(fill(state.target, lines, compression=compression, most_bytes=most_bytes))
                 await state.session.commit({state.source: Position(end)})
             except CommitUnknown as unknown:
                 log.warning("%s", unknown, extra=AWAY)

@@ -177,7 +177,9 @@ class Files:
     def _scan(self) -> None:
         """Open new files, and mark open files whose names no longer match the pattern."""
         listed = self._list()
-        self._listed = {status.st_ino: path for path, status in listed.items()}
+        # If a file has a symbolic link, too, its own path counts.
+        by_kind = sorted(listed.items(), key=lambda item: not item[0].is_symlink())
+        self._listed = {status.st_ino: path for path, status in by_kind if stat.S_ISREG(status.st_mode)}
         named: dict[int, int] = {}
         for path, status in listed.items():
             inode = status.st_ino
@@ -187,7 +189,7 @@ class Files:
                 if inode in named:
                     continue  # another link to a file that was already found
                 named[inode] = status.st_dev
-            elif opened is not None:
+            elif opened is not None or not stat.S_ISREG(status.st_mode):
                 continue
             else:
                 # While `dedup ingest` was not running, the file may have been renamed before all its lines were read.
@@ -195,7 +197,7 @@ class Files:
                 if known is None or known.deleted:
                     continue
                 if status.st_size <= known.position:
-                    self._rename(known, path, status)
+                    self._rename_if_committed(known, path, status)
                     continue
             if opened is None:
                 self._open_file(path, inode)
@@ -207,14 +209,18 @@ class Files:
         for inode in self._open.keys() - named.keys():
             self._open[inode].gone = True
 
+    def _rename_if_committed(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
+        if known.part not in self._ended and known.within(self._committed.get(known.part)):
+            self._rename(known, path, status)
+
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
         """Remember the new name of a file that was read to its end.
 
         If a new file is later given the old name, it is then recognized as new even if it reuses the inode number.
         """
-        read = known.part not in self._ended and known.within(self._committed.get(known.part))
-        if read and known.path != str(path) and status.st_nlink == 1 and known.untouched(status):
-            self._known[known.inode] = msgspec.structs.replace(known, path=str(path))
+        name = _text(path)
+        if known.path != name and status.st_nlink == 1 and not path.is_symlink() and known.untouched(status):
+            self._known[known.inode] = msgspec.structs.replace(known, path=name)
             self._renamed.append(self._known[known.inode])
 
     def _list(self) -> dict[Path, os.stat_result]:
@@ -224,8 +230,13 @@ class Files:
             for path in sorted(path.iterdir()):  # noqa: B020 - an error names the path that it is about
                 try:
                     found[path] = path.stat()
-                except FileNotFoundError:
-                    if path.is_symlink() and self._matches(path):
+                except OSError as error:
+                    is_link = path.is_symlink()
+                    if is_link and not self._matches(path):
+                        continue
+                    if not isinstance(error, FileNotFoundError):
+                        raise
+                    if is_link:
                         raise _mistake(path, "is a broken link; remove or fix it") from None
                     # Otherwise, the file was renamed after it was listed; the next scan finds it.
         except OSError as error:
@@ -247,7 +258,7 @@ class Files:
             os.close(descriptor)  # A file that does not match the pattern reuses the inode.
             return
         try:
-            self._keep_open(descriptor, self._position_of(descriptor, str(path), inode))
+            self._keep_open(descriptor, self._position_of(descriptor, _text(path), inode))
         except BaseException:
             os.close(descriptor)
             raise
@@ -346,7 +357,8 @@ class Files:
                 log.warning(text, known.path, opened.lines.rest_bytes)
                 opened.warned = True
             return None
-        deleted = bool(known.position) and os.fstat(opened.descriptor).st_nlink == 0
+        status = os.fstat(opened.descriptor)
+        deleted = bool(known.position) and status.st_nlink == 0
         known = msgspec.structs.replace(known, deleted=deleted)
         del self._open[known.inode]
         if known.part in self._ended:  # The file was opened again before its end was committed.
@@ -355,10 +367,13 @@ class Files:
             os.close(opened.descriptor)
         else:
             self._ended[known.part] = opened, known
-        if not deleted:
-            return None
-        self._known[known.inode] = known
-        return _without_records(known)
+        if deleted:
+            self._known[known.inode] = known
+            return _without_records(known)
+        path = self._listed.get(known.inode)
+        if path is not None:
+            self._rename(known, path, status)  # now, because the file may be deleted before the next scan
+        return None
 
     def _records(
         self, opened: _OpenFile, lines: list[bytes], offsets: list[int], bad: list[DeadRecord]
@@ -405,6 +420,11 @@ def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes],
     return [value for value, _ in kept], [place for _, place in kept]
 
 
+def _text(path: Path) -> str:
+    """Return a path with its bytes that are not UTF-8 as escape sequences, because positions are stored as UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def _mistake(path: Path | str, text: str) -> AuthorMistake:
     return AuthorMistake([Problem(str(path), text)])
 
@@ -414,9 +434,7 @@ def _refuse_unfit(path: Path, status: os.stat_result, devices: Mapping[int, int]
     try:
         path.name.encode()
     except UnicodeEncodeError:
-        raise _mistake(
-            os.fsencode(path).decode(errors="backslashreplace"), "has a name that is not UTF-8; rename it"
-        ) from None
+        raise _mistake(_text(path), "has a name that is not UTF-8; rename it") from None
     if not stat.S_ISREG(status.st_mode):
         raise _mistake(path, "is not a regular file; give it a name that does not match the pattern")
     if devices.get(status.st_ino, status.st_dev) != status.st_dev:

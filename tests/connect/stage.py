@@ -104,7 +104,9 @@ class Stage:
     async def ingest(self, source: str | None = None, more: str = "tracking_id: {field: id}") -> Ingested:
         """All that is there was sent, by this process."""
         parsed = parse_ingest(self.ingest_text(source or self.files(), more), name="ingest.yaml")
-        return await run_ingest(parsed, self.settings, maker(parsed), exit_when_done=True)
+        done = await run_ingest(parsed, self.settings, maker(parsed), exit_when_done=True)
+        self.admin.until_visible(self.name)
+        return done
 
     # Sink.
 
@@ -121,7 +123,9 @@ class Stage:
     async def sink(self, topology: Topology, **options: Any) -> Sunk:
         """All that is in the topic is in the table, by this process."""
         spec = spec_of(topology, "sink.yaml")
-        return await run_sink(topology, spec, self.settings, exit_when_done=True, **options)
+        done = await run_sink(topology, spec, self.settings, exit_when_done=True, **options)
+        self.admin.until_visible(self.name)
+        return done
 
     # Processes.
 

@@ -596,3 +596,70 @@ def test_a_csv_cell_may_be_as_large_as_a_record(stage):
     found = files.poll()
     assert ([len(json.loads(value)["to"]) for value in found.values], found.dead) == ([300_000], [])
     files.close()
+
+
+def test_a_link_to_a_rotated_file_is_no_name_of_it(stage):
+    """Was: each scan gave the file both names in turn, so ingest committed positions without an end."""
+    files = files_of(stage, "*.log")
+    rotated(stage, files, lines(0, 3))
+    (stage.incoming / "previous").symlink_to(stage.incoming / "a.log.1")
+    assert [files.poll() for _ in range(5)] == [None] * 5
+    files.close()
+
+
+@pytest.mark.parametrize("more", [b"", lines(1, 2)], ids=["the same line", "more lines"])
+def test_a_file_that_is_rotated_and_deleted_between_two_scans(stage, more):
+    """Was: the new file with its inode was read from where the old one ended, if it began with the same line."""
+    path = stage.incoming / "a.log"
+    path.write_bytes(lines(0, 1))
+    files = files_of(stage, "*.log")
+    found = files.poll()
+    files.committed({found.part: found.position})
+    assert files.poll() is None  # the rest of the first scan's turns
+    path.rename(stage.incoming / "a.log.1")
+    assert files.poll() is None  # that it has another name is seen, and it is closed
+    reuse_inode(stage, lines(0, 1) + more)  # before another scan
+    with pytest.raises(AuthorMistake, match=r"a\.log: has the inode of .*a\.log\.1, which was read up to byte"):
+        files.poll()
+    files.close()
+
+
+def test_a_directory_that_reuses_an_inode_is_ignored(stage, monkeypatch):
+    """Was: an uncaught IsADirectoryError at each start."""
+    files = files_of(stage, "*.log")
+    rotated(stage, files, lines(0, 1))
+    (stage.incoming / "sub").mkdir()
+    (inode,) = files._known
+    status = (stage.incoming / "sub").stat()
+    reused = os.stat_result((status[0], inode, *status[2:6], 4096, *status[7:]))
+    monkeypatch.setattr(files, "_list", lambda: {stage.incoming / "sub": reused})
+    assert files.poll() is None
+    files.close()
+
+
+def test_a_rotated_file_may_have_any_name(stage):
+    """Was: an uncaught UnicodeEncodeError at each start."""
+    path = stage.incoming / "a.log"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.log")
+    found = files.poll()
+    path.rename(os.fsdecode(os.fsencode(stage.incoming) + b"/a\xff.old"))
+    files.committed({found.part: found.position})
+    assert files.poll() is None
+    assert files.poll() is None
+    assert rb"a\\xff.old" in next(iter(commit_name(files).values()))
+    files.close()
+
+
+def test_a_link_that_leads_nowhere_is_ignored_unless_its_name_matches(stage):
+    """Was: nothing of the directory was read."""
+    (stage.incoming / "a.log").write_bytes(lines(0, 3))
+    (stage.incoming / "loop").symlink_to("loop")
+    (stage.incoming / "through").symlink_to("a.log/b")
+    files = files_of(stage, "*.log")
+    assert len(files.poll().values) == 3
+    assert files.poll() is None
+    (stage.incoming / "loop.log").symlink_to("loop.log")
+    with pytest.raises(AuthorMistake, match=r"loop\.log: cannot be read"):
+        files.poll()
+    files.close()
