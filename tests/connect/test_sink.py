@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import sqlite3
 import threading
 
 import psycopg
 import pytest
+from confluent_kafka import Producer
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
@@ -130,6 +132,17 @@ async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(
     assert (await stage.sink(topology)).dead_letters == 0
     assert len(stage.read(f"{stage.name}.sink.dead-letter")) == len(bad)
     assert len(rows()) == 2
+
+
+async def test_dead_letters_fit_their_topic(stage, admin):
+    """Was: a batch of 400 kB for a topic that takes 165 kB, at which the sink stopped, at each start again."""
+    admin.create_topic(stage.topic, 1, {"max.message.bytes": "100000", "retention.ms": "-1"})
+    bad = [random.Random(number).randbytes(1_000) for number in range(400)]
+    small = Producer({"bootstrap.servers": stage.kafka.bootstrap, "batch.size": 50_000})
+    stage.send([(None, value, 1_700_000_000_000) for value in bad], producer=small)
+    done = await stage.sink(sinking(stage, f"sqlite:///{stage.directory}/a.db"))
+    assert (done.inserted, done.dead_letters) == (0, 400)
+    assert [message.value() for message in stage.read(f"{stage.name}.sink.dead-letter")] == bad
 
 
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
