@@ -20,7 +20,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.outage_lines import AWAY
-from dedup.kafka.record_batch import BATCH_BYTES, Columns, Header, Line, fill
+from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
@@ -31,10 +31,30 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
-FIRST_DEAD_LETTER: Final = (
-    "%s: %s becomes a dead letter in %s: %s (%s). Later dead letters with this reason are not logged; the topic holds "
-    "all of them."
-)
+
+
+@dataclass(slots=True)
+class DeadLetterLog:
+    """Logs the first dead letter for each reason."""
+
+    name: str
+    topic: str
+    """The dead-letter topic."""
+    _logged: set[str] = field(init=False, default_factory=set)
+
+    def note(self, place: str, code: str, detail: str) -> None:
+        """Log the dead letter of the record at ``place`` unless one with the same reason code has been logged."""
+        if code not in self._logged:
+            self._logged.add(code)
+            log.warning(
+                "%s: %s becomes a dead letter in %s: %s (%s). Later dead letters with this reason are not logged; the "
+                "topic holds all of them.",
+                self.name,
+                place,
+                self.topic,
+                detail,
+                code,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +95,7 @@ class DeadLetterProducer:
         self._topic: Final = topic
         self._settings: Final = settings
         self._partitions: Final[dict[int, _Partition]] = {}
-        self._logged: Final[set[str]] = set()
-        """The reasons for which a dead letter has already been logged."""
+        self._log: Final = DeadLetterLog(self._group, topic.name)
 
     async def open(self, positions: Mapping[int, int]) -> None:
         """Fence earlier owners, and find the dead letters of records that are not yet committed in the database.
@@ -120,19 +139,10 @@ class DeadLetterProducer:
         for record in rejected:
             if record.offset not in self._partitions[record.source.partition].sent:
                 unsent[record.source.partition].append(record)
-        for records in unsent.values():
-            self._log(records)
+                self._log.note(f"{record.source} offset {record.offset}", record.code, record.detail)
         for number, records in unsent.items():
             await self._send(self._partitions[number], sorted(records, key=lambda record: record.offset))
         return sum(map(len, unsent.values()))
-
-    def _log(self, records: Sequence[RejectedRecord]) -> None:
-        """Log the first dead letter for each reason."""
-        for record in records:
-            if record.code not in self._logged:
-                self._logged.add(record.code)
-                place = f"{record.source} offset {record.offset}"
-                log.warning(FIRST_DEAD_LETTER, self._group, place, self._topic.name, record.detail, record.code)
 
     def settled(self, positions: Mapping[int, int]) -> None:
         """Forget the dead letters of records before ``positions``, because the database has committed these records."""
@@ -146,8 +156,7 @@ class DeadLetterProducer:
         end = max(state.sent_to, max(offsets) + 1)
         while not offsets <= state.sent:
             try:
-                limit, compression = self._topic.limit, self._settings.topics.compression
-                most_bytes = BATCH_BYTES if limit is None else limit.surely_fits_bytes
+                compression, most_bytes = self._settings.topics.compression, self._topic.fitting_bytes
                 lines = map(_line, records)
                 state.session.add(fill(state.target, lines, compression=compression, most_bytes=most_bytes))
                 await state.session.commit({state.source: Position(end)})

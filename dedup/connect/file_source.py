@@ -15,6 +15,7 @@ import os
 import re
 import stat
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -104,8 +105,8 @@ class Files:
         self._turn: list[int] = []
         self._renamed: list[_FilePosition] = []
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
-        self._listed: dict[int, Path] = {}
-        """Maps the inode of each file in the directory to its path."""
+        self._listed: Mapping[int, Sequence[Path]] = {}
+        """Maps the inode of each file in the directory to the file's path and to the links to the file."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again."""
@@ -177,9 +178,7 @@ class Files:
     def _scan(self) -> None:
         """Open new files, and mark open files whose names no longer match the pattern."""
         listed = self._list()
-        # If a file has a symbolic link, too, its own path counts.
-        by_kind = sorted(listed.items(), key=lambda item: not item[0].is_symlink())
-        self._listed = {status.st_ino: path for path, status in by_kind if stat.S_ISREG(status.st_mode)}
+        self._listed = _by_inode(listed)
         named: dict[int, int] = {}
         for path, status in listed.items():
             inode = status.st_ino
@@ -311,13 +310,12 @@ class Files:
 
         After a restore from a backup or a move to another volume, the inode number may belong to a different file.
         """
-        path = self._listed.get(known.inode)
+        if known.inode not in self._listed:
+            return False
         try:
-            descriptor = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._listed[known.inode][0], os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return True
-        if descriptor is None:
-            return False
         try:
             return not known.changed(descriptor)
         finally:
@@ -370,8 +368,7 @@ class Files:
         if deleted:
             self._known[known.inode] = known
             return _without_records(known)
-        path = self._listed.get(known.inode)
-        if path is not None:
+        for path in self._listed.get(known.inode, ()):
             self._rename(known, path, status)  # now, because the file may be deleted before the next scan
         return None
 
@@ -418,6 +415,14 @@ def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes],
         return values, places
     kept = [(value, place) for value, place in zip(values, places, strict=True) if value.strip()]
     return [value for value, _ in kept], [place for _, place in kept]
+
+
+def _by_inode(listed: Mapping[Path, os.stat_result]) -> Mapping[int, Sequence[Path]]:
+    found: defaultdict[int, list[Path]] = defaultdict(list)
+    for path, status in listed.items():
+        if stat.S_ISREG(status.st_mode):
+            found[status.st_ino].append(path)
+    return found
 
 
 def _text(path: Path) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
 
-from dedup.connect.dead_letter_producer import FIRST_DEAD_LETTER
+from dedup.connect.dead_letter_producer import DeadLetterLog
 from dedup.connect.file_source import Files
 from dedup.connect.source import DIGEST_BYTES, DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
@@ -366,8 +366,7 @@ class _RecordMaker:
         self._most_dead_bytes: Final = topics[ingest.dead_letter].max_record_bytes
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
-        self._logged: Final[set[str]] = set()
-        """The reasons for which a dead letter has already been logged."""
+        self._log: Final = DeadLetterLog(ingest.name, ingest.dead_letter)
         self.refused: Final[dict[tuple[str, int | str], str]] = {}
         """Maps the part and place of a record to the reason why the broker refused it."""
 
@@ -404,11 +403,8 @@ class _RecordMaker:
                 lines[TopicPartition(self.topic, number)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
         for each in dead:
-            if each.code not in self._logged:
-                self._logged.add(each.code)
-                place = f"{found.path}, byte {each.place}," if found.path else f"{found.prefix}{each.place}"
-                topic = self._ingest.dead_letter
-                log.warning(FIRST_DEAD_LETTER, self._ingest.name, place, topic, each.detail, each.code)
+            place = f"{found.path}, byte {each.place}," if found.path else f"{found.prefix}{each.place}"
+            self._log.note(place, each.code, each.detail)
         if dead:
             number = partitions([found.part.encode()], self._dead_count)[0]
             letters = [self._dead_letter(each, found.prefix, now_ms) for each in dead]

@@ -19,7 +19,7 @@ import msgspec
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
 from dedup.kafka.outage_lines import AWAY
-from dedup.kafka.record_batch import BATCH_BYTES, Line, fill
+from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import DEADLINE_MS, Session
 from dedup.kafka.wire import TopicPartition, Wire
@@ -109,9 +109,7 @@ class TransactionalOutbox:
         self._stopped: Final = stopped
         self._wire: Final = wire
         self._compression: Final = settings.topics.compression
-        limits = {name: topic.limit for name, topic in topics.items()}
-        self._most_bytes: Final = {name: limit.surely_fits_bytes for name, limit in limits.items() if limit is not None}
-        """Maps each topic whose limit is known to the largest size of a batch of several records."""
+        self._topics: Final = topics
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
@@ -164,7 +162,7 @@ class TransactionalOutbox:
         while True:
             try:
                 for target, part in lines.items():
-                    most_bytes = self._most_bytes.get(target.topic, BATCH_BYTES)
+                    most_bytes = self._topics[target.topic].fitting_bytes
                     fitting = partial(fill, compression=self._compression, most_rows=most_rows, most_bytes=most_bytes)
                     self._session.add(fitting(target, part))
                 self._session.add(fill(self._place, own, compression=self._compression))

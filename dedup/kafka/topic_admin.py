@@ -22,7 +22,7 @@ from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 from dedup.errors import BrokerUnavailable, DedupError
 from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection
-from dedup.kafka.record_batch import Limit
+from dedup.kafka.record_batch import Limit, fitting_bytes
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
 
@@ -68,6 +68,11 @@ class Topic:
     def limit(self) -> Limit | None:
         """The topic's batch limits, or None if the principal may not read the topic's configs."""
         return Limit.of(self.configs)
+
+    @property
+    def fitting_bytes(self) -> int:
+        """The largest uncompressed size at which the topic certainly accepts a batch of several records."""
+        return fitting_bytes(self.limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from dedup.core.partitioner import partitions
 from dedup.core.window import Sighting
 from dedup.errors import RecordRefused
 from dedup.kafka.record_batch import (
-    BATCH_BYTES,
     OWN_ROW,
     FeedBatch,
     Header,
@@ -30,6 +29,7 @@ from dedup.kafka.record_batch import (
     RecordBatch,
     TopicPartition,
     fill,
+    fitting_bytes,
     gather,
     oversize,
 )
@@ -179,8 +179,7 @@ class Limits:
 
     def most_bytes(self, topic: str) -> int:
         """Return the largest uncompressed size, in bytes, of a batch that the broker is certain to accept."""
-        known = self._known.get(topic)
-        return BATCH_BYTES if known is None else known.surely_fits_bytes
+        return fitting_bytes(self._known.get(topic))
 
     def refuses(self, batch: RecordBatch, compression: str) -> str | None:
         """Return the reason why the broker will refuse a batch of one record, or None if no reason is known."""
