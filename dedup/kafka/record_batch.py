@@ -85,14 +85,6 @@ class Limit:
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
-def fitting_bytes(limit: Limit | None) -> int:
-    """Return the largest uncompressed size at which a topic certainly accepts a batch of several records.
-
-    ``limit`` is None if the topic's limit is unknown.
-    """
-    return BATCH_BYTES if limit is None else limit.surely_fits_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
     """The result of `InitProducerId`. A newer epoch of the same producer ID fences older epochs (KIP-98)."""

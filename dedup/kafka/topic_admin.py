@@ -22,7 +22,7 @@ from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 from dedup.errors import BrokerUnavailable, DedupError
 from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection
-from dedup.kafka.record_batch import Limit, fitting_bytes
+from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
 
@@ -72,7 +72,8 @@ class Topic:
     @property
     def fitting_bytes(self) -> int:
         """The largest uncompressed size at which the topic certainly accepts a batch of several records."""
-        return fitting_bytes(self.limit)
+        limit = self.limit
+        return BATCH_BYTES if limit is None else limit.surely_fits_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dedup.core.partitioner import partitions
 from dedup.core.window import Sighting
 from dedup.errors import RecordRefused
 from dedup.kafka.record_batch import (
+    BATCH_BYTES,
     OWN_ROW,
     FeedBatch,
     Header,
@@ -29,7 +30,6 @@ from dedup.kafka.record_batch import (
     RecordBatch,
     TopicPartition,
     fill,
-    fitting_bytes,
     gather,
     oversize,
 )
@@ -179,7 +179,8 @@ class Limits:
 
     def most_bytes(self, topic: str) -> int:
         """Return the largest uncompressed size, in bytes, of a batch that the broker is certain to accept."""
-        return fitting_bytes(self._known.get(topic))
+        known = self._known.get(topic)
+        return BATCH_BYTES if known is None else known.surely_fits_bytes
 
     def refuses(self, batch: RecordBatch, compression: str) -> str | None:
         """Return the reason why the broker will refuse a batch of one record, or None if no reason is known."""
