@@ -182,7 +182,7 @@ class Introspection:
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
         if waiting:
             since_s = tasks.unanswered_since_s
-            why = "" if since_s is None else f": no broker gave a usable answer for {time.monotonic() - since_s:.0f} s"
+            why = "" if since_s is None else f": no broker has given a usable answer for {time.monotonic() - since_s:.0f} s"
             return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet{why}"
         return None if self.app.schemas is None else self.app.schemas.waiting
 

@@ -268,7 +268,7 @@ async def test_it_is_told_since_when_no_broker_answers(monkeypatch) -> None:
     shop.made[0].fails_in["commit"] = CommitUnknown("no answer")
     shop.made[0].dirty.set()
     await reached(lambda: len(shop.made) > 3)
-    assert re.fullmatch(r"1 of 2 tasks are not running yet: no broker gave a usable answer for \d+ s", ready())
+    assert re.fullmatch(r"1 of 2 tasks are not running yet: no broker has given a usable answer for \d+ s", ready())
     # A restore after the outage is no outage.
     shop.answers = True
     await reached(lambda: len(shop.ready) == 3)
