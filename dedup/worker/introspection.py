@@ -181,9 +181,11 @@ class Introspection:
             return "there is no assignment yet, or a rebalance is in progress"
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
         if waiting:
+            text = f"{len(waiting)} of {len(tasks.running)} tasks are not running yet"
             since_s = tasks.unanswered_since_s
-            why = "" if since_s is None else f": no broker has given a usable answer for {time.monotonic() - since_s:.0f} s"
-            return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet{why}"
+            if since_s is None:
+                return text
+            return f"{text}: no broker has given a usable answer for {time.monotonic() - since_s:.0f} s"
         return None if self.app.schemas is None else self.app.schemas.waiting
 
     def seen(self) -> WorkerSeen:
