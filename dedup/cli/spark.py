@@ -225,8 +225,8 @@ def run(
     parsed, settings = _read_both(topology, config, overrides)
     every_s = _seconds("--every", every)
     set_up_logging(settings)
-    # py4j logs every call from Spark to Python.
-    logging.getLogger("py4j").setLevel(logging.WARNING)
+    # py4j logs every call from Spark to Python, and the errors of these calls, which `Running.wait` raises.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
     # In local mode, Spark retries a failed task only if the master URL says so. Without a retry, a failed task ends the
     # stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ

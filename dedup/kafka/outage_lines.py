@@ -25,6 +25,8 @@ ASIDE: Final = {"outage": "aside"}
 """The argument `extra` of dedup's log messages that are treated like aiokafka's about an unavailable broker."""
 BACK: Final = {"outage": "back"}
 """The argument `extra` of dedup's log message which says that nothing is waiting for a broker anymore."""
+WAITING: Final = {"waiting": True}
+"""The argument `extra` of log messages that a Spark task logs at once, because its records wait for something."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",
@@ -62,6 +64,8 @@ class OutageLines:
 
     def failed(self, logger: str, message: str, now_s: float) -> str | None:
         """Record a failure, and return the line to log, or None. Each logger's first failure in an outage is logged."""
+        if self._began_s is not None and now_s - self._last_s >= REPEATED_EVERY_S:
+            self._began_s = None  # no event loop was left that could have logged the end
         if self._began_s is None:
             if logger == _OF_CLIENT and now_s - self._over_s < OVER_AFTER_S:
                 return None  # a late message about an outage that is over
@@ -111,9 +115,9 @@ class OutageFilter(logging.Filter):
         if ours == "back":
             self._lines.over(record.created)
             return True
-        of_client = ours == "aside" or (record.name.startswith(_OF_CLIENT) and str(record.msg).startswith(FAILURES))
-        if not of_client and ours is None:
+        if not of_outage(record):
             return True
+        of_client = ours in {"aside", None}
         was_on, said = self._lines.on, record.getMessage()
         logger = _OF_CLIENT if of_client else record.name
         line = self._lines.failed(logger, said.rstrip(" .:") if of_client else said, record.created)
@@ -135,6 +139,12 @@ class OutageFilter(logging.Filter):
 
     def _look_later(self) -> None:
         _call_later(OVER_AFTER_S / 5, self._look)
+
+
+def of_outage(record: logging.LogRecord) -> bool:
+    """Return whether a log record reports that a broker does not respond, or responds again."""
+    of_client = record.name.startswith(_OF_CLIENT) and str(record.msg).startswith(FAILURES)
+    return of_client or getattr(record, "outage", None) is not None
 
 
 @dataclass(slots=True)

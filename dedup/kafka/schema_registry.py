@@ -26,6 +26,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 
 from dedup.core.framing import SchemaBook, SchemaRef, named, ref_named, schema_of
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
+from dedup.kafka.outage_lines import WAITING
 from dedup.settings import RegistrySection, Settings
 from dedup.topology.lint import Finding, schema_findings, warning
 from dedup.topology.model import Topology
@@ -375,9 +376,9 @@ class SchemaResolver:
     def _note(self, away: str | None) -> None:
         """Log when the registry becomes unavailable and when it responds again."""
         if away is not None and self.away is None:
-            log.warning("%s Partitions with records of this schema wait until it does.", away)
+            log.warning("%s Partitions with records of this schema wait until it does.", away, extra=WAITING)
         if away is None and self.away is not None:
-            log.warning("the schema registry answers again")
+            log.warning("the schema registry answers again", extra=WAITING)
         self.away = away
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import pyspark
@@ -52,6 +52,12 @@ _NO_ARRIVAL: Final = re.compile(
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
+_TASKS: Final = "org.apache.spark.scheduler.TaskSetManager"
+_OUTAGE: Final = (
+    r"(?s).*\b(?:dedup\.errors\.(?:BrokerUnavailable|CommitUnknown)|org\.apache\.kafka\.common\.errors\.TimeoutException)"
+    r": .*"
+)
+"""A Java pattern for the log messages about tasks that failed because a broker did not respond."""
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 
 _DELTA_CONF: Final = {
@@ -206,9 +212,13 @@ def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: b
 
 
 @asynccontextmanager
-async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWire]:
-    """Yield an open connection to the Kafka cluster, and close the connection at the end of the ``with`` block."""
-    wire = KafkaWire(Connection.of(settings, client_id=client_id))
+async def connected(settings: Settings, client_id: str, *, patience_ms: int | None = None) -> AsyncIterator[KafkaWire]:
+    """Yield an open connection to the Kafka cluster, and close the connection at the end of the ``with`` block.
+
+    Raises BrokerUnavailable if no broker responds within ``patience_ms``, or within the connection's default.
+    """
+    connection = Connection.of(settings, client_id=client_id)
+    wire = KafkaWire(connection if patience_ms is None else replace(connection, patience_ms=patience_ms))
     await wire.start()
     try:
         yield wire
@@ -289,16 +299,24 @@ def session_for(
         settings["spark.master"] = master
     session: SparkSession = SparkSession.builder.config(map={**settings, **(conf or {})}).getOrCreate()
     if "kafka" in wanted and not submitted:
-        _silence_lost_connections(session)
+        _silence_outages(session)
     return session
 
 
-def _silence_lost_connections(session: SparkSession) -> None:
-    """Suppress connection messages below level ERROR from the driver's Kafka clients.
+def _silence_outages(session: SparkSession) -> None:
+    """Suppress what Spark logs about brokers that do not respond; dedup logs one line a minute.
 
-    While a broker is away, these clients otherwise log several lines a second. dedup's own client logs one line a
-    minute.
+    The Kafka clients of the driver would log several lines a second. For each failed task, `Executor` and
+    `TaskSetManager` would each log a stack trace. `TaskSetManager` still logs tasks that failed for other reasons.
     """
     jvm = session.sparkContext._jvm  # noqa: SLF001  # PySpark has no public access to the JVM
     log4j = jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # py4j finds Java packages at run time
-    log4j.core.config.Configurator.setLevel("org.apache.kafka.clients.NetworkClient", log4j.Level.ERROR)
+    set_level, level = log4j.core.config.Configurator.setLevel, log4j.Level
+    set_level("org.apache.kafka.clients.NetworkClient", level.ERROR)
+    set_level("org.apache.spark.executor.Executor", level.OFF)
+    # `Shell` would log a stack trace if a query is stopped while it writes to its checkpoint.
+    set_level("org.apache.hadoop.util.Shell", level.ERROR)
+    set_level(_TASKS, level.WARN)
+    result = log4j.core.Filter.Result
+    outages = log4j.core.filter.RegexFilter.createFilter(_OUTAGE, None, False, result.DENY, result.NEUTRAL)  # noqa: FBT003
+    log4j.LogManager.getContext(False).getConfiguration().getLoggerConfig(_TASKS).addFilter(outages)  # noqa: FBT003

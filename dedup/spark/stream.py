@@ -30,11 +30,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.schema_registry import SchemaRegistry, asking
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition
@@ -67,6 +69,14 @@ _PART_FILE: Final = "dedup.json.new"
 _PREPARE_WITHIN_S: Final = 60
 _IDLE_LOOK_S: Final = 0.5
 _QUERY_LOOK_S: Final = 0.2
+_BATCH_ENDS_WITHIN_S: Final = 15.0
+"""How long a stopped stream waits for the end of its current micro-batch; Kubernetes kills a process after 30 s."""
+_PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "900000")
+"""How long Spark's Kafka source waits for a broker, in ms, before it tries again. Spark tries three times to find the
+latest offsets, and starts a task up to four times. Kafka's default of 60 s would end a stream after three minutes.
+"""
+_NO_ANSWER: Final = "org.apache.kafka.common.errors.TimeoutException"
+_INTERRUPTED: Final = "java.lang.InterruptedException"
 _ERROR_LINES: Final = 12
 _REPORT_FRAMES: Final = 4
 _REPORTING: Final = {
@@ -233,14 +243,19 @@ class _IdleMarks:
         self._thread.join()
 
     def _run(self) -> None:
+        asyncio.run(self._watch_again())
+
+    async def _watch_again(self) -> None:
         while not self._over.is_set():
+            # These errors are not fatal, because markers only advance stream time. An error that must stop the stream
+            # also stops a task.
             try:
-                asyncio.run(self._watch())
-            except (BrokerUnavailable, NoAnswer, TaskMigrated) as error:
-                # These errors are not fatal, because markers only advance stream time. An error that must stop the
-                # stream also stops a task.
+                await self._watch()
+            except (BrokerUnavailable, NoAnswer) as error:
+                log.warning("idle markers: %s", error, extra=ASIDE)
+            except TaskMigrated as error:
                 log.warning("idle markers: %s; trying again", error)
-                self._over.wait(_IDLE_LOOK_S)
+            await asyncio.sleep(_IDLE_LOOK_S)
 
     async def _watch(self) -> None:
         ready = self._ready
@@ -323,6 +338,8 @@ class _Query:
     """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
     query: StreamingQuery | None = None
     restarted: bool = False
+    idle: threading.Event = field(default_factory=threading.Event)
+    """Set while no micro-batch is being judged."""
 
     @property
     def name(self) -> str:
@@ -335,7 +352,7 @@ class _Query:
             starting.setdefault(at.topic, {})[str(at.partition)] = offset
         rows = (
             spark.readStream.format("kafka")
-            .options(**kafka_options(self.ready.settings))
+            .options(**kafka_options(self.ready.settings), **_PATIENCE)
             .option("subscribe", ",".join(starting))
             .option("startingOffsets", json.dumps(starting))
             .option("maxOffsetsPerTrigger", options.most_offsets)
@@ -343,9 +360,25 @@ class _Query:
         )
         writer = rows.writeStream.queryName(self.name).foreachBatch(self._judge)
         writer = writer.option("checkpointLocation", f"{options.checkpoint}/{self.sub_topology}")
+        self.idle.set()
         self.query = (writer.trigger(availableNow=True) if options.exit_when_done else writer).start()
 
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
+        self.idle.clear()
+        try:
+            self._judge_batch(rows, batch_id)
+        except Py4JJavaError as error:
+            # `StreamExecution.PROXY_ERROR` of Spark finds an interrupt by a regular expression whose recursion
+            # overflows the stack if a whole stack trace follows.
+            if _INTERRUPTED not in str(error):
+                raise
+            raise InterruptedError(
+                f"py4j.protocol.Py4JJavaError: An error occurred while calling {_INTERRUPTED}"
+            ) from None
+        finally:
+            self.idle.set()
+
+    def _judge_batch(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and commit a micro-batch. If a task attempt reports an error, raise that error."""
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
@@ -379,15 +412,28 @@ class _Query:
         self.start(spark)
         return True
 
-    def stop(self) -> None:
-        if self.query is not None:
-            self.query.stop()
+    def stop(self, at_once: threading.Event) -> None:
+        """Stop the query after its current micro-batch, at the latest after `_BATCH_ENDS_WITHIN_S`, or as soon as
+        ``at_once`` is set.
+        """
+        if self.query is None:
+            return
+        until_s = time.monotonic() + _BATCH_ENDS_WITHIN_S
+        while self.query.isActive and time.monotonic() < until_s and not at_once.is_set():
+            if self.idle.wait(_QUERY_LOOK_S):
+                break
+        self.query.stop()
 
     def raise_failure(self) -> None:
         """Raise the query's error if the query has failed."""
         if self.failure is not None:
             raise self.failure
         error = None if self.query is None else self.query.exception()
+        if error is not None and _NO_ANSWER in str(error):
+            raise BrokerUnavailable(
+                f"the query {self.name} ended, because no broker answered Spark. Nothing is lost: start it again with "
+                f"the same checkpoint as soon as the brokers answer."
+            ) from error
         if error is not None:
             text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
             raise DedupError(
@@ -409,6 +455,13 @@ def _failed_in_report(query: StreamingQuery) -> bool:
     return any((frame.getClassName(), frame.getMethodName()) in _REPORTING for frame in frames)
 
 
+def _failed_tasks(spark: SparkSession) -> int:
+    """Return how many task attempts of the running stages have failed."""
+    tracker = spark.sparkContext.statusTracker()
+    stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+    return sum(stage.numFailedTasks for stage in stages if stage is not None)
+
+
 @dataclass(slots=True)
 class Running:
     """A running stream; its method `wait` returns when the stream has ended."""
@@ -420,6 +473,7 @@ class Running:
     """Whether each query starts only after the previous one has read all of its input."""
     _idle_marks: _IdleMarks | None
     _stopping: threading.Event = field(default_factory=threading.Event)
+    _at_once: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str | None:
@@ -450,15 +504,18 @@ class Running:
             if self._idle_marks is not None:
                 self._idle_marks.stop()
             for query in self._queries:
-                query.stop()
+                query.stop(self._at_once)
             self._monitor.stop()
         for query in self._queries:
             query.raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return within a fraction of a second; a signal handler may call this method. The next run judges
-        the uncommitted records.
+        """Make `wait` return after the current micro-batch, or within 15 s; a second call interrupts the micro-batch.
+
+        A signal handler may call this method. The next run judges the uncommitted records.
         """
+        if self._stopping.is_set():
+            self._at_once.set()
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
@@ -483,7 +540,8 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     _claim(checkpoint, ready.identity())
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
-    monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
+    positions = {kind: ready.feeding(kind) for kind in kinds}
+    monitor = StreamMonitor(topology, settings, positions, partial(_failed_tasks, spark))
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
     # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.metrics import DeadShare, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Settings
@@ -52,7 +53,11 @@ class StreamMonitor:
     """Implements `web.server.Answers` for a stream; its thread runs from `start` to `stop`."""
 
     def __init__(
-        self, topology: Topology, settings: Settings, positions: Mapping[SubTopology, Mapping[TopicPartition, int]]
+        self,
+        topology: Topology,
+        settings: Settings,
+        positions: Mapping[SubTopology, Mapping[TopicPartition, int]],
+        failed_tasks: Callable[[], int],
     ) -> None:
         self._topology: Final = topology
         self._settings: Final = settings
@@ -67,6 +72,10 @@ class StreamMonitor:
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()
+        self._logged: Final[set[tuple[str, str]]] = set()
+        """The keys of the attempts' warnings that have been logged."""
+        self._failed_tasks: Final = failed_tasks
+        self._retrying = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: Final = threading.Event()
         self._thread: Final = threading.Thread(target=self._run_in_thread, name="stream-monitor", daemon=True)
@@ -118,6 +127,7 @@ class StreamMonitor:
                         await self._watch(wire)
                 except (DedupError, NoAnswer, TimeoutError) as error:
                     self._lose_lag(str(error) or "no broker answers")
+                    self._look_at_tasks()
                     await self._news_within(_ANSWER_WITHIN_S)
 
     async def _watch(self, wire: KafkaWire) -> None:
@@ -125,6 +135,7 @@ class StreamMonitor:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
+            self._look_at_tasks()
             if self._dead.look([seen.numbers for seen in self._seen.values()], time.time_ns() // 1_000_000):
                 log.warning("%s", "the dead-letter alert ended" if self._dead.alert is None else self._dead.alert.text)
             if self._over:
@@ -142,8 +153,7 @@ class StreamMonitor:
         seen.lag_records, seen.unstable_records = lag.records, lag.unstable
 
     def _lose_lag(self, why: str) -> None:
-        if any(seen.lag_records is not None for seen in self._seen.values()):
-            log.warning("the lag is unknown until a broker answers: %s", why)
+        log.warning("the lag is unknown until a broker answers: %s", why, extra=ASIDE)
         for seen in self._seen.values():
             seen.lag_records = seen.unstable_records = None
         self._log_ended()
@@ -157,8 +167,19 @@ class StreamMonitor:
             seen.numbers.committed_time_ms = counted.committed_time_ms
             seen.numbers.last_commit_s = time.monotonic()
             seen.state_ids, seen.state_bytes = each.state_ids, each.state_bytes
+            for key, text in each.warnings.items():
+                if key not in self._logged:
+                    self._logged.add(key)
+                    log.warning("%s", text)
         self._ended.append(report)
         self._news.set()
+
+    def _look_at_tasks(self) -> None:
+        """Log that running stages have failed tasks; log it again only after there were none."""
+        failed = self._failed_tasks()
+        if failed and not self._retrying:
+            log.warning("%d Spark tasks of the current micro-batch have failed; Spark starts them again", failed)
+        self._retrying = failed > 0
 
     def _log_ended(self) -> None:
         for report in self._ended:

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import pickle
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -34,6 +36,7 @@ import pyarrow as pa
 from dedup.core.framing import refs_of
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.outage_lines import of_outage, text_format
 from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
 from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.wire import TopicPartition
@@ -52,6 +55,9 @@ _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new attempt."""
 _REGISTRY_WITHIN_S: Final = 600.0
 """How long an attempt waits for a schema registry that does not respond before Spark starts a new attempt."""
+_BROKER_WITHIN_MS: Final = 900_000
+"""How long an attempt waits for a broker that does not respond before Spark starts a new attempt."""
+_NUMBERS: Final = re.compile(r"(?:/\d+)+$")
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
 _BROKER_TROUBLE: Final = 5
@@ -83,6 +89,8 @@ class PartitionReport:
     next_offset: int
     state_ids: int
     state_bytes: int
+    warnings: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """The attempt's log messages, by the message's format string and its subject, such as a topic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
 
     If another attempt might succeed, the function raises the error, so that Spark starts another attempt. If every
     attempt would fail in the same way, the function puts the error in the report, and the driver raises the error.
+    The report also contains the attempt's warnings, which the driver logs.
     """
     gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -119,8 +128,8 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         return
     report: PartitionReport | DedupError
     try:
-        with asyncio.Runner() as runner:
-            report = runner.run(_judge(plan, first, batches))
+        with _warnings_of_attempt() as warnings, asyncio.Runner() as runner:
+            report = replace(runner.run(_judge(plan, first, batches)), warnings=warnings)
     except TaskMigrated:
         raise
     except DedupError as error:
@@ -129,6 +138,41 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         # Some error classes cannot be unpickled, so the report contains a new error with the same text.
         report = ERRORS_BY_NAME.get(type(error).__name__, DedupError)(str(error))
     yield pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
+
+
+class _AttemptLog(logging.Handler):
+    """Collects an attempt's warnings, because every attempt logs them again, but the driver logs each only once.
+
+    Messages about records that wait go to standard error at once. Messages about brokers that do not respond are
+    dropped, because the driver logs them, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: Final[dict[tuple[str, str], str]] = {}
+        self._at_once: Final = logging.StreamHandler()
+        self._at_once.setFormatter(text_format())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if hasattr(record, "waiting"):
+            self._at_once.emit(record)
+        elif not of_outage(record):
+            first = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+            # Not the partition and the offset of a record, and no number.
+            subject = "" if isinstance(first, int) else _NUMBERS.sub("", str(first))
+            self.warnings.setdefault((str(record.msg), subject), self.format(record))
+
+
+@contextmanager
+def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
+    """Inside the ``with`` block, collect the log messages of this process in place of logging them."""
+    root, collecting = logging.getLogger(), _AttemptLog()
+    before = root.handlers[:]
+    root.handlers[:] = [collecting]
+    try:
+        yield collecting.warnings
+    finally:
+        root.handlers[:] = before
 
 
 async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
@@ -141,7 +185,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
         )
     settings = plan.settings.reveal()
     name = plan.topology.name
-    async with connected(settings, f"dedup-{name}-spark") as wire:
+    async with connected(settings, f"dedup-{name}-spark", patience_ms=_BROKER_WITHIN_MS) as wire:
         with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
             here = settings.model_copy(update={"state_dir": state_dir})
             topology, schemas = plan.topology, None

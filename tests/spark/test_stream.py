@@ -161,7 +161,9 @@ def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
     assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
 
 
-def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, monkeypatch):
+@pytest.fixture
+def monitor_of(monkeypatch):
+    """Return a function that makes the monitor of a stream whose brokers do not answer."""
     monkeypatch.setattr("dedup.spark.stream_monitor._ANSWER_WITHIN_S", 0.2)
     topology = parse(
         "{dedup: 1, name: shop, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {field: id}, "
@@ -169,7 +171,12 @@ def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, mon
         name="shop.yaml",
     )
     nowhere = Settings(brokers=("127.0.0.1:1",), web=Web(enabled=False))
-    monitor = StreamMonitor(topology, nowhere, {"dedup": {Place("in", 0): 0}})
+    places = {Place("in", 0): 0, Place("in", 1): 0}
+    return lambda failed_tasks=lambda: 0: StreamMonitor(topology, nowhere, {"dedup": places}, failed_tasks)
+
+
+def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, monitor_of):
+    monitor = monitor_of()
     caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
     numbers = TaskNumbers(verdicts=Counter(unique=4_000, duplicate=1), stream_time_ms=BASE_MS)
     report = PartitionReport(Place("in", 0), numbers, next_offset=4_001, state_ids=7, state_bytes=9)
@@ -178,9 +185,47 @@ def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, mon
     monitor.stop()
     line = "shop-dedup: micro-batch 3: 4,001 records in 0.2 s: duplicate 1, unique 4,000; lag unknown"
     assert logged(caplog) == [line]
-    (task,) = monitor.seen().tasks
+    task, _ = monitor.seen().tasks
     assert (task.numbers.committed_offset, task.numbers.stream_time_ms) == (4_001, BASE_MS)
     assert (task.state_ids, task.state_bytes, task.lag_records) == (7, 9, None)
+
+
+def test_a_warning_of_each_attempt_is_logged_once(caplog, monitor_of):
+    """Was: by each attempt, so by each micro-batch and partition."""
+    monitor = monitor_of()
+    monitor.start()
+    for batch_id in range(3):
+        reports = [
+            PartitionReport(
+                Place("in", partition),
+                TaskNumbers(),
+                batch_id,
+                0,
+                0,
+                {("%s: %d odd", f"in/{partition}"): f"{batch_id} odd"},
+            )
+            for partition in range(2)
+        ]
+        monitor.add(BatchReport("dedup", batch_id, reports, 0.25))
+    monitor.stop()
+    assert [record.getMessage() for record in caplog.records if "odd" in record.getMessage()] == ["0 odd", "0 odd"]
+
+
+def test_failed_tasks_are_logged_once_until_none_is_left(caplog, monitor_of):
+    asked, over = iter([0, 1, 2, 0, 1]), threading.Event()
+
+    def failed_tasks():
+        number = next(asked, None)
+        if number is None:
+            over.set()
+        return number or 0
+
+    monitor = monitor_of(failed_tasks)
+    monitor.start()
+    assert over.wait(60)
+    monitor.stop()
+    lines = [record.getMessage() for record in caplog.records if "Spark tasks" in record.getMessage()]
+    assert lines == ["1 Spark tasks of the current micro-batch have failed; Spark starts them again"] * 2
 
 
 def logged(caplog):
@@ -364,6 +409,21 @@ def test_a_header_name_that_is_not_utf8_is_a_dead_letter(make_job, plan_of):
     assert (report.numbers.verdicts["unique"], report.numbers.verdicts["dead_letter"]) == (2, 1)
     (dead,) = job.read(job.topology.dead_letter)
     assert dict(dead.headers())["dedup-reason"] == b"header_not_utf8"
+
+
+def test_an_attempts_warnings_are_in_its_report_and_not_on_its_standard_error(make_job, plan_of, capsys):
+    job = make_job(partitions=2)
+    job.send([*one_partition(workload(18, 400)), Event(0, b"\xff\xfe{", BASE_MS)])
+    report = report_of(plan_of(job), arrow_of(job, 100))
+    (topic,) = job.topology.source.topics
+    found = {template[:20]: (about, text.split(": ")[0]) for (template, about), text in report.warnings.items()}
+    assert found["%s: according to Kafka"[:20]] == (topic, f"{topic}/0")
+    # Of a record: the next micro-batch has other offsets.
+    about, place = found["%s is a dead letter: %s"[:20]]
+    assert about == topic
+    assert place.startswith(f"{topic}/0/")
+    assert len(found) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):

@@ -64,6 +64,32 @@ def test_secrets_reach_the_executors_and_no_log():
     assert "quiet" not in repr(pickled)
 
 
+@pytest.mark.parametrize(
+    ("why", "kept"),
+    [
+        (
+            "org.apache.spark.api.python.PythonException: Traceback\n  f\ndedup.errors.CommitUnknown: no answer\n\n",
+            False,
+        ),
+        ("org.apache.spark.api.python.PythonException: Traceback\n  f\ndedup.errors.BrokerUnavailable: none\n", False),
+        ("org.apache.kafka.common.errors.TimeoutException: Timeout of 60000ms expired", False),
+        ("org.apache.spark.api.python.PythonException: Traceback\n  f\ndedup.errors.TaskMigrated: fenced\n", True),
+        ("ExecutorLostFailure (executor 1 exited): Container killed", True),
+    ],
+)
+def test_spark_logs_no_task_that_failed_in_an_outage_and_any_other(spark, why, kept):
+    """Was: forty lines for each attempt while a broker was away."""
+    session_for(None, packages=["kafka"])
+    log4j = spark.sparkContext._jvm.org.apache.logging.log4j
+    tasks = "org.apache.spark.scheduler.TaskSetManager"
+    config = log4j.LogManager.getContext(False).getConfiguration().getLoggerConfig(tasks)
+    text = log4j.message.SimpleMessage(f"Lost task 3.0 in stage 16.0 (TID 67) (host executor driver): {why}")
+    event = log4j.core.impl.Log4jLogEvent.newBuilder().setLevel(log4j.Level.WARN).setMessage(text).build()
+    assert config.isFiltered(event) is not kept
+    executor = log4j.LogManager.getLogger("org.apache.spark.executor.Executor")
+    assert not executor.isErrorEnabled()
+
+
 def test_the_drivers_kafka_clients_do_not_log_each_connection_they_lose(spark):
     """Was: four lines a second while a broker was away."""
     log4j = spark.sparkContext._jvm.org.apache.logging.log4j

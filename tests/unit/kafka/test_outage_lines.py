@@ -63,6 +63,13 @@ def test_a_silent_broker_that_is_tried_every_ten_seconds_is_one_outage():
     assert said == [AWAY_LINE, *[None] * 5]
 
 
+def test_an_outage_whose_end_nobody_looked_for_is_not_taken_for_a_later_one():
+    """Was: after a client whose event loop had ended, the next outage was said to last since then."""
+    lines = OutageLines()
+    assert lines.failed(CLIENT, REFUSED, 0.0) == AWAY_LINE
+    assert lines.failed(CLIENT, REFUSED, 3_600.0) == AWAY_LINE
+
+
 def test_the_first_failure_of_each_logger_is_a_line_and_each_minute_has_the_latest_of_each():
     lines = OutageLines()
     assert lines.failed(CLIENT, REFUSED, 0.0) == AWAY_LINE
