@@ -24,6 +24,7 @@ from typing import Final
 from pyspark.sql import SparkSession
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
+from dedup.kafka.outage_lines import AWAY
 from dedup.settings import Settings
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
@@ -337,7 +338,7 @@ def follow(
         except BrokerUnavailable as error:
             if not reached:
                 raise
-            log.warning("%s; trying again in %g s", error, every_s)
+            log.warning("%s; trying again in %g s", error, every_s, extra=AWAY)
         reached = True
         if appended is not None:
             tell(appended)
