@@ -28,7 +28,7 @@ RESULTS: Final = RUNS / "tests.json"
 WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "F71",
-        "source topic deleted or recreated under a worker, a sink, or a reader",
+        "source topic deleted or recreated under a worker, a stream on Spark, a sink, or a reader",
         "O8 immediately, no new record judged",
     ),
     ("F72", "partitions added to the source", "O8 immediately, O2"),
@@ -136,7 +136,11 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F71": (
         "tests/connect/test_topics_change.py::test_the_sink_stops_before_it_writes_what_came_after",
         "tests/connect/test_topics_change.py::test_the_reader_stops_before_it_hands_over_what_came_after",
+        "tests/spark/test_stream_topics_change.py::test_source_topic_made_again_under_a_driver",
+        "tests/spark/test_stream_topics_change.py::test_source_topic_made_again_before_a_repartition_topic",
     ),
+    "F72": ("tests/spark/test_stream_topics_change.py::test_partitions_added_to_the_source",),
+    "F73": ("tests/spark/test_stream_topics_change.py::test_changelog_made_again",),
     "F78": ("tests/chaos/test_state.py::test_f38_wrong_clocks",),
     "F77": ("tests/chaos/test_security.py::test_f28_a_permission_withdrawn_while_running",),
 }

@@ -53,6 +53,10 @@ _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
 _TASKS: Final = "org.apache.spark.scheduler.TaskSetManager"
+_QUERIES: Final = (
+    "org.apache.spark.sql.execution.streaming.MicroBatchExecution",  # Spark 4.0
+    "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution",
+)
 _OUTAGE: Final = (
     r"(?s).*\b(?:dedup\.errors\.(?:BrokerUnavailable|CommitUnknown)|org\.apache\.kafka\.common\.errors\.TimeoutException)"
     r": .*"
@@ -160,6 +164,18 @@ class HadoopDirectory:
                 f"{path} could not be written: its file system refused to rename {part}. Another job may be writing it "
                 f"at the same time; run the command again."
             )
+
+
+def silence_query_errors(session: SparkSession) -> None:
+    """Suppress the stack trace that Spark logs when a streaming query fails. Call this only if dedup logs the error."""
+    log4j = _log4j(session)
+    for name in _QUERIES:
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
+
+
+def _log4j(session: SparkSession) -> Any:  # noqa: ANN401  # py4j finds Java packages at run time
+    jvm: Any = session.sparkContext._jvm  # noqa: SLF001  # PySpark has no public access to the JVM
+    return jvm.org.apache.logging.log4j
 
 
 def shuffle_partitions(spark: SparkSession) -> int:
@@ -309,8 +325,7 @@ def _silence_outages(session: SparkSession) -> None:
     The Kafka clients of the driver would log several lines a second. For each failed task, `Executor` and
     `TaskSetManager` would each log a stack trace. `TaskSetManager` still logs tasks that failed for other reasons.
     """
-    jvm = session.sparkContext._jvm  # noqa: SLF001  # PySpark has no public access to the JVM
-    log4j = jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # py4j finds Java packages at run time
+    log4j = _log4j(session)
     set_level, level = log4j.core.config.Configurator.setLevel, log4j.Level
     set_level("org.apache.kafka.clients.NetworkClient", level.ERROR)
     set_level("org.apache.spark.executor.Executor", level.OFF)

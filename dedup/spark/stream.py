@@ -43,7 +43,7 @@ from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import HadoopDirectory, PicklableSettings, connected, described
+from dedup.spark.session import HadoopDirectory, PicklableSettings, connected, described, silence_query_errors
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
@@ -392,6 +392,7 @@ class _Query:
             report = pickle.loads(row["report"])  # noqa: S301
             if isinstance(report, DedupError):
                 self.failure = report
+                silence_query_errors(rows.sparkSession)
                 raise report
             reports.append(report)
         judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
