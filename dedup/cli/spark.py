@@ -240,7 +240,8 @@ def run(
             options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
-            with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
+            at_once = partial(stream.stop, at_once=True)
+            with _stopped_by_signals(stopped.set, stream.stop, second=at_once), ExitStack() as beside:
                 if sink is not None:
                     beside.enter_context(following(sink, every_s, stopped=stopped, failed=stream.stop))
                 stream.wait()
@@ -250,10 +251,18 @@ def run(
 
 
 @contextmanager
-def _stopped_by_signals(*stops: Callable[[], None]) -> Iterator[None]:
+def _stopped_by_signals(*stops: Callable[[], None], second: Callable[[], None] | None = None) -> Iterator[None]:
+    """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second one on.
+
+    They are called in a thread of their own, because the interrupted code may hold the lock of an event that they set.
+    """
+    signals = 0
+
     def stop(*_: object) -> None:
-        for each in stops:
-            each()
+        nonlocal signals
+        signals += 1
+        for each in (*stops, *((second,) if second is not None and signals > 1 else ())):
+            threading.Thread(target=each, daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

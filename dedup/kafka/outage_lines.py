@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -105,17 +106,21 @@ class OutageFilter(logging.Filter):
         super().__init__()
         self._verbose: Final = verbose
         self._lines: Final = OutageLines()
+        self._lock: Final = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record.
 
         If `OutageLines` returns a line, that line replaces the text of the log record.
         """
-        ours = getattr(record, "outage", None)
+        if not of_outage(record):
+            return True
+        with self._lock:
+            return self._filter(record, getattr(record, "outage", None))
+
+    def _filter(self, record: logging.LogRecord, ours: str | None) -> bool:
         if ours == "back":
             self._lines.over(record.created)
-            return True
-        if not of_outage(record):
             return True
         of_client = ours in {"aside", None}
         was_on, said = self._lines.on, record.getMessage()
@@ -131,7 +136,8 @@ class OutageFilter(logging.Filter):
         return True
 
     def _look(self) -> None:
-        line = self._lines.look(time.time())
+        with self._lock:
+            line = self._lines.look(time.time())
         if line is not None:
             log.warning("%s", line)
         elif self._lines.on:
@@ -166,13 +172,15 @@ class Gathered(Generic[K, V]):
 
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> None:
-    """Call a function after ``delay_s`` seconds if an event loop runs in this thread."""
+    """Call a function after ``delay_s`` seconds in this thread's event loop, or in a new thread if there is no loop."""
     import asyncio  # noqa: PLC0415  # not all commands need asyncio
 
     try:
         asyncio.get_running_loop().call_later(delay_s, call)
     except RuntimeError:
-        return  # a command without a loop ends soon
+        timer = threading.Timer(delay_s, call)
+        timer.daemon = True
+        timer.start()
 
 
 def quiet_logging() -> None:

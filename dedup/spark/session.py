@@ -37,7 +37,7 @@ from dedup.topology.model import Topology
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind
     for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable, RegistryUnavailable)
-}
+} | {"CommitUnknown": BrokerUnavailable}
 """Maps the name of each error class to the class, so that the driver can raise an executor's error again."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
@@ -52,16 +52,24 @@ _NO_ARRIVAL: Final = re.compile(
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
-_TASKS: Final = "org.apache.spark.scheduler.TaskSetManager"
 _QUERIES: Final = (
     "org.apache.spark.sql.execution.streaming.MicroBatchExecution",  # Spark 4.0
     "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution",
 )
-_OUTAGE: Final = (
-    r"(?s).*\b(?:dedup\.errors\.(?:BrokerUnavailable|CommitUnknown)|org\.apache\.kafka\.common\.errors\.TimeoutException)"
-    r": .*"
+_NO_ANSWER: Final = (
+    r"org\.apache\.kafka\.common\.errors\.TimeoutException: [^\n]*|"
+    r"java\.util\.concurrent\.TimeoutException: Cannot fetch record[^\n]*"
 )
-"""A Java pattern for the log messages about tasks that failed because a broker did not respond."""
+_SILENCED: Final = {
+    "org.apache.spark.scheduler.TaskSetManager": (
+        rf"(?s).*(?:\bdedup\.errors\.(?:BrokerUnavailable|CommitUnknown): |{_NO_ANSWER}|TaskKilled \(Stage cancelled).*"
+    ),
+    "org.apache.spark.executor.Executor": "Exception in task .*",
+    "org.apache.spark.scheduler.DAGScheduler": "Failed to cancel job group .*",
+}
+"""Maps loggers of Spark to Java patterns of messages about tasks that failed because no broker responded, or because
+their query was stopped, and about tasks of which another logger says more.
+"""
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 
 _DELTA_CONF: Final = {
@@ -80,6 +88,8 @@ _CONF: Final = {
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.python.daemon.module": worker_daemon.MODULE,
+    # A query that waits for a broker would stop only when its request has timed out.
+    "spark.sql.streaming.stopTimeout": "5s",
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """With these settings, a local session works even if the machine's host name cannot be resolved."""
@@ -166,11 +176,11 @@ class HadoopDirectory:
             )
 
 
-def silence_query_errors(session: SparkSession) -> None:
-    """Suppress the stack trace that Spark logs when a streaming query fails. Call this only if dedup logs the error."""
+def log_query_errors(session: SparkSession, *, on: bool) -> None:
+    """Let Spark log the stack trace of a streaming query that fails, or not, because dedup reports the error itself."""
     log4j = _log4j(session)
     for name in _QUERIES:
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.OFF)
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.WARN if on else log4j.Level.OFF)
 
 
 def _log4j(session: SparkSession) -> Any:  # noqa: ANN401  # py4j finds Java packages at run time
@@ -242,20 +252,34 @@ async def connected(settings: Settings, client_id: str, *, patience_ms: int | No
         await wire.stop()
 
 
+def raised_by_dedup(text: str) -> DedupError | None:
+    """Return the error that dedup raised on an executor, BrokerUnavailable if no broker answered Spark, or None, by the
+    text of Spark's error.
+    """
+    ours = _RAISED.search(text)
+    if ours is not None:
+        return ERRORS_BY_NAME[ours[1]](ours[2])
+    silent = re.search(_NO_ANSWER, text)
+    if silent is None:
+        return None
+    return BrokerUnavailable(f"no broker answered Spark in time ({silent[0].strip()}). Run the command again later.")
+
+
 @contextmanager
 def translated_errors() -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
-    An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files, and
-    StateIncompatible if Kafka deleted records while a job was reading them. All other errors pass through unchanged.
+    An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files,
+    StateIncompatible if Kafka deleted records while a job was reading them, and BrokerUnavailable if no broker answered
+    Spark. All other errors pass through unchanged.
     """
     try:
         yield
     except (PySparkException, Py4JJavaError) as error:
         text = str(error)
-        ours = _RAISED.search(text)
+        ours = raised_by_dedup(text)
         if ours is not None:
-            raise ERRORS_BY_NAME[ours[1]](ours[2]) from error
+            raise ours from error
         created = _NO_ARRIVAL.search(text)
         if created is not None:
             raise StateIncompatible(created[1]) from error
@@ -324,14 +348,17 @@ def _silence_outages(session: SparkSession) -> None:
 
     The Kafka clients of the driver would log several lines a second. For each failed task, `Executor` and
     `TaskSetManager` would each log a stack trace. `TaskSetManager` still logs tasks that failed for other reasons.
+    Calling the function again changes nothing.
     """
     log4j = _log4j(session)
     set_level, level = log4j.core.config.Configurator.setLevel, log4j.Level
     set_level("org.apache.kafka.clients.NetworkClient", level.ERROR)
-    set_level("org.apache.spark.executor.Executor", level.OFF)
     # `Shell` would log a stack trace if a query is stopped while it writes to its checkpoint.
     set_level("org.apache.hadoop.util.Shell", level.ERROR)
-    set_level(_TASKS, level.WARN)
     result = log4j.core.Filter.Result
-    outages = log4j.core.filter.RegexFilter.createFilter(_OUTAGE, None, False, result.DENY, result.NEUTRAL)  # noqa: FBT003
-    log4j.LogManager.getContext(False).getConfiguration().getLoggerConfig(_TASKS).addFilter(outages)  # noqa: FBT003
+    for logger, pattern in _SILENCED.items():
+        set_level(logger, level.WARN)
+        config = log4j.LogManager.getContext(False).getConfiguration().getLoggerConfig(logger)  # noqa: FBT003
+        if config.getFilter() is None:
+            denied = log4j.core.filter.RegexFilter.createFilter(pattern, None, False, result.DENY, result.NEUTRAL)  # noqa: FBT003
+            config.addFilter(denied)

@@ -24,17 +24,18 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.schema_registry import SchemaRegistry, asking
@@ -43,7 +44,15 @@ from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import HadoopDirectory, PicklableSettings, connected, described, silence_query_errors
+from dedup.spark.session import (
+    HadoopDirectory,
+    PicklableSettings,
+    connected,
+    described,
+    log_query_errors,
+    raised_by_dedup,
+    translated_errors,
+)
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
@@ -68,15 +77,20 @@ _IDENTITY_FILE: Final = "dedup.json"
 _PART_FILE: Final = "dedup.json.new"
 _PREPARE_WITHIN_S: Final = 60
 _IDLE_LOOK_S: Final = 0.5
+_IDLE_ENDS_WITHIN_S: Final = 5.0
 _QUERY_LOOK_S: Final = 0.2
-_BATCH_ENDS_WITHIN_S: Final = 15.0
-"""How long a stopped stream waits for the end of its current micro-batch; Kubernetes kills a process after 30 s."""
-_PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "900000")
+_BATCHES_END_WITHIN_S: Final = 10.0
+"""How long a stopped stream waits for the end of its current micro-batches; Kubernetes kills a process after 30 s."""
+_TASKS_LOOK_S: Final = 2.0
+_PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "300000")
 """How long Spark's Kafka source waits for a broker, in ms, before it tries again. Spark tries three times to find the
 latest offsets, and starts a task up to four times. Kafka's default of 60 s would end a stream after three minutes.
 """
-_NO_ANSWER: Final = "org.apache.kafka.common.errors.TimeoutException"
-_INTERRUPTED: Final = "java.lang.InterruptedException"
+_INTERRUPTED: Final = "py4j.protocol.Py4JJavaError: An error occurred while calling: java.lang.InterruptedException"
+"""The text by which Spark recognizes that a query's function was interrupted (`StreamExecution.PROXY_ERROR`).
+
+Spark's regular expression overflows the stack if a stack trace follows the text.
+"""
 _ERROR_LINES: Final = 12
 _REPORT_FRAMES: Final = 4
 _REPORTING: Final = {
@@ -234,24 +248,32 @@ class _IdleMarks:
         (inf once a marker has been written).
         """
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
+        """Stop watching. The next epoch aborts a marker's transaction that is open."""
         self._over.set()
-        self._thread.join()
+        if self._loop is not None and self._watching is not None:
+            with suppress(RuntimeError):  # the loop is closed already
+                self._loop.call_soon_threadsafe(self._watching.cancel)
+        self._thread.join(_IDLE_ENDS_WITHIN_S)
 
     def _run(self) -> None:
-        asyncio.run(self._watch_again())
+        with suppress(asyncio.CancelledError):
+            asyncio.run(self._watch_again())
 
     async def _watch_again(self) -> None:
+        self._loop, self._watching = asyncio.get_running_loop(), asyncio.current_task()
         while not self._over.is_set():
             # These errors are not fatal, because markers only advance stream time. An error that must stop the stream
             # also stops a task.
             try:
                 await self._watch()
-            except (BrokerUnavailable, NoAnswer) as error:
+            except (BrokerUnavailable, NoAnswer, CommitUnknown) as error:
                 log.warning("idle markers: %s", error, extra=ASIDE)
             except TaskMigrated as error:
                 log.warning("idle markers: %s; trying again", error)
@@ -340,6 +362,8 @@ class _Query:
     restarted: bool = False
     idle: threading.Event = field(default_factory=threading.Event)
     """Set while no micro-batch is being judged."""
+    stopping: bool = False
+    """True as soon as Spark is told to stop the query, which interrupts it."""
 
     @property
     def name(self) -> str:
@@ -366,15 +390,15 @@ class _Query:
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
         self.idle.clear()
         try:
-            self._judge_batch(rows, batch_id)
-        except Py4JJavaError as error:
-            # `StreamExecution.PROXY_ERROR` of Spark finds an interrupt by a regular expression whose recursion
-            # overflows the stack if a whole stack trace follows.
-            if _INTERRUPTED not in str(error):
-                raise
-            raise InterruptedError(
-                f"py4j.protocol.Py4JJavaError: An error occurred while calling {_INTERRUPTED}"
-            ) from None
+            with translated_errors():
+                self._judge_batch(rows, batch_id)
+        except Exception as error:
+            if self.stopping:
+                raise InterruptedError(_INTERRUPTED) from None
+            if isinstance(error, DedupError):
+                self.failure = error
+                log_query_errors(rows.sparkSession, on=False)
+            raise
         finally:
             self.idle.set()
 
@@ -391,8 +415,6 @@ class _Query:
             # carries passwords.
             report = pickle.loads(row["report"])  # noqa: S301
             if isinstance(report, DedupError):
-                self.failure = report
-                silence_query_errors(rows.sparkSession)
                 raise report
             reports.append(report)
         judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
@@ -413,34 +435,41 @@ class _Query:
         self.start(spark)
         return True
 
-    def stop(self, at_once: threading.Event) -> None:
-        """Stop the query after its current micro-batch, at the latest after `_BATCH_ENDS_WITHIN_S`, or as soon as
+    def stop(self, until_s: float, at_once: threading.Event) -> None:
+        """Stop the query after its current micro-batch, at the latest at the monotonic time ``until_s``, or as soon as
         ``at_once`` is set.
         """
         if self.query is None:
             return
-        until_s = time.monotonic() + _BATCH_ENDS_WITHIN_S
         while self.query.isActive and time.monotonic() < until_s and not at_once.is_set():
             if self.idle.wait(_QUERY_LOOK_S):
                 break
-        self.query.stop()
+        self.stopping = self.query.isActive
+        try:
+            self.query.stop()
+        except (PySparkException, Py4JJavaError) as error:
+            if "TimeoutException" not in str(error):
+                raise
+            log.warning("%s still waits for a broker and ends with this process", self.name)
 
     def raise_failure(self) -> None:
         """Raise the query's error if the query has failed."""
         if self.failure is not None:
             raise self.failure
         error = None if self.query is None else self.query.exception()
-        if error is not None and _NO_ANSWER in str(error):
-            raise BrokerUnavailable(
-                f"the query {self.name} ended, because no broker answered Spark. Nothing is lost: start it again with "
-                f"the same checkpoint as soon as the brokers answer."
-            ) from error
-        if error is not None:
-            text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
-            raise DedupError(
-                f"the query {self.name} failed: {text}\nNothing is lost: fix the cause and start it again with the "
-                f"same checkpoint."
-            )
+        if error is None:
+            return
+        if self.stopping:
+            log.warning("%s was interrupted (%s); the next run continues", self.name, str(error).partition("\n")[0])
+            return
+        ours = raised_by_dedup(str(error))
+        if ours is not None:
+            raise ours from error
+        text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
+        raise DedupError(
+            f"the query {self.name} failed: {text}\nNothing is lost: fix the cause and start it again with the same "
+            f"checkpoint."
+        )
 
 
 def _failed_in_report(query: StreamingQuery) -> bool:
@@ -502,28 +531,41 @@ class Running:
                     query.start(self._spark)
                     self._watch([query])
         finally:
-            if self._idle_marks is not None:
-                self._idle_marks.stop()
-            for query in self._queries:
-                query.stop(self._at_once)
-            self._monitor.stop()
+            self._end()
         for query in self._queries:
             query.raise_failure()
 
-    def stop(self) -> None:
-        """Make `wait` return after the current micro-batch, or within 15 s; a second call interrupts the micro-batch.
+    def _end(self) -> None:
+        """Stop everything, in this order: the idle markers, the queries, and the monitor."""
+        with ExitStack() as stack:
+            stack.callback(log_query_errors, self._spark, on=True)
+            stack.callback(self._monitor.stop)
+            until_s = time.monotonic() + _BATCHES_END_WITHIN_S
+            for query in reversed(self._queries):
+                stack.callback(query.stop, until_s, self._at_once)
+            if self._idle_marks is not None:
+                stack.callback(self._idle_marks.stop)
 
-        A signal handler may call this method. The next run judges the uncommitted records.
+    def stop(self, *, at_once: bool = False) -> None:
+        """Make `wait` return after the current micro-batches, at the latest after 10 s, or ``at_once``.
+
+        The next run judges the uncommitted records.
         """
-        if self._stopping.is_set():
+        if at_once:
             self._at_once.set()
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
-        """Wait until one of the queries has ended or `stop` has been called."""
+        """Wait until one of the queries has ended or `stop` has been called; log that tasks have failed."""
+        failing, looked_s = False, time.monotonic()
         while all(query.goes_on(self._spark) for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
+            if time.monotonic() - looked_s >= _TASKS_LOOK_S:
+                failed, looked_s = _failed_tasks(self._spark), time.monotonic()
+                if failed and not failing:
+                    log.warning("%d Spark tasks have failed; Spark starts them again", failed)
+                failing = failed > 0
         for query in queries:
             query.raise_failure()
 
@@ -542,7 +584,7 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
     positions = {kind: ready.feeding(kind) for kind in kinds}
-    monitor = StreamMonitor(topology, settings, positions, partial(_failed_tasks, spark))
+    monitor = StreamMonitor(topology, settings, positions)
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
     # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import threading
 import time
@@ -36,6 +37,8 @@ _LOOK_S: Final = 2.0
 _LOOK_BYTES: Final = 1 << 20
 """Maximum size of the fetch that checks whether a record follows a position."""
 _ANSWER_WITHIN_S: Final = 5.0
+_LOGGED_EVERY_S: Final = 3_600.0
+"""The interval, in seconds, at which a warning that attempts repeat is logged again."""
 
 
 @dataclass(slots=True)
@@ -53,11 +56,7 @@ class StreamMonitor:
     """Implements `web.server.Answers` for a stream; its thread runs from `start` to `stop`."""
 
     def __init__(
-        self,
-        topology: Topology,
-        settings: Settings,
-        positions: Mapping[SubTopology, Mapping[TopicPartition, int]],
-        failed_tasks: Callable[[], int],
+        self, topology: Topology, settings: Settings, positions: Mapping[SubTopology, Mapping[TopicPartition, int]]
     ) -> None:
         self._topology: Final = topology
         self._settings: Final = settings
@@ -72,10 +71,8 @@ class StreamMonitor:
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()
-        self._logged: Final[set[tuple[str, str]]] = set()
-        """The keys of the attempts' warnings that have been logged."""
-        self._failed_tasks: Final = failed_tasks
-        self._retrying = False
+        self._logged_s: Final[dict[tuple[str, str], float]] = {}
+        """Maps the keys of the attempts' warnings to the monotonic time at which they were logged."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: Final = threading.Event()
         self._thread: Final = threading.Thread(target=self._run_in_thread, name="stream-monitor", daemon=True)
@@ -98,7 +95,8 @@ class StreamMonitor:
 
     def _call(self, what: Callable[[], None]) -> None:
         if self._loop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(what)
+            with suppress(RuntimeError):  # the loop was closed in this moment
+                self._loop.call_soon_threadsafe(what)
 
     def _stop(self) -> None:
         self._over = True
@@ -127,7 +125,6 @@ class StreamMonitor:
                         await self._watch(wire)
                 except (DedupError, NoAnswer, TimeoutError) as error:
                     self._lose_lag(str(error) or "no broker answers")
-                    self._look_at_tasks()
                     await self._news_within(_ANSWER_WITHIN_S)
 
     async def _watch(self, wire: KafkaWire) -> None:
@@ -135,7 +132,6 @@ class StreamMonitor:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
-            self._look_at_tasks()
             if self._dead.look([seen.numbers for seen in self._seen.values()], time.time_ns() // 1_000_000):
                 log.warning("%s", "the dead-letter alert ended" if self._dead.alert is None else self._dead.alert.text)
             if self._over:
@@ -168,18 +164,11 @@ class StreamMonitor:
             seen.numbers.last_commit_s = time.monotonic()
             seen.state_ids, seen.state_bytes = each.state_ids, each.state_bytes
             for key, text in each.warnings.items():
-                if key not in self._logged:
-                    self._logged.add(key)
+                if time.monotonic() - self._logged_s.get(key, -math.inf) >= _LOGGED_EVERY_S:
+                    self._logged_s[key] = time.monotonic()
                     log.warning("%s", text)
         self._ended.append(report)
         self._news.set()
-
-    def _look_at_tasks(self) -> None:
-        """Log that running stages have failed tasks; log it again only after there were none."""
-        failed = self._failed_tasks()
-        if failed and not self._retrying:
-            log.warning("%d Spark tasks of the current micro-batch have failed; Spark starts them again", failed)
-        self._retrying = failed > 0
 
     def _log_ended(self) -> None:
         for report in self._ended:

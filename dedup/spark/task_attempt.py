@@ -51,12 +51,15 @@ from dedup.worker.task import SteadyClock, Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 
+log: Final = logging.getLogger(__name__)
+
 _MOST_RENEWALS: Final = 3
 """Maximum number of new epochs in which a commit is retried before the attempt fails and Spark starts a new attempt."""
 _REGISTRY_WITHIN_S: Final = 600.0
 """How long an attempt waits for a schema registry that does not respond before Spark starts a new attempt."""
-_BROKER_WITHIN_MS: Final = 900_000
+_BROKER_WITHIN_S: Final = 300.0
 """How long an attempt waits for a broker that does not respond before Spark starts a new attempt."""
+_PAUSE_S: Final = 1.0
 _NUMBERS: Final = re.compile(r"(?:/\d+)+$")
 _MARGIN: Final = 4
 """The broker aborts a transaction after a timeout, so an attempt commits after a quarter of that time."""
@@ -141,17 +144,16 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
 
 
 class _AttemptLog(logging.Handler):
-    """Collects an attempt's warnings, because every attempt logs them again, but the driver logs each only once.
+    """Collects an attempt's warnings, because many attempts log the same ones, but the driver logs each only once.
 
     Messages about records that wait go to standard error at once. Messages about brokers that do not respond are
     dropped, because the driver logs them, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, standard_error: logging.Handler) -> None:
         super().__init__(logging.WARNING)
         self.warnings: Final[dict[tuple[str, str], str]] = {}
-        self._at_once: Final = logging.StreamHandler()
-        self._at_once.setFormatter(text_format())
+        self._at_once: Final = standard_error
 
     def emit(self, record: logging.LogRecord) -> None:
         if hasattr(record, "waiting"):
@@ -165,12 +167,22 @@ class _AttemptLog(logging.Handler):
 
 @contextmanager
 def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
-    """Inside the ``with`` block, collect the log messages of this process in place of logging them."""
-    root, collecting = logging.getLogger(), _AttemptLog()
+    """Inside the ``with`` block, collect the log messages of this process in place of logging them.
+
+    If the block raises an error, the messages are logged, because there is no report that could contain them.
+    """
+    standard_error = logging.StreamHandler()
+    standard_error.setFormatter(text_format())
+    root, collecting = logging.getLogger(), _AttemptLog(standard_error)
     before = root.handlers[:]
     root.handlers[:] = [collecting]
     try:
         yield collecting.warnings
+    except BaseException:
+        root.handlers[:] = [standard_error]
+        for text in collecting.warnings.values():
+            log.warning("%s", text)
+        raise
     finally:
         root.handlers[:] = before
 
@@ -185,7 +197,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
         )
     settings = plan.settings.reveal()
     name = plan.topology.name
-    async with connected(settings, f"dedup-{name}-spark", patience_ms=_BROKER_WITHIN_MS) as wire:
+    async with connected(settings, f"dedup-{name}-spark", patience_ms=int(_BROKER_WITHIN_S * 1000)) as wire:
         with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
             here = settings.model_copy(update={"state_dir": state_dir})
             topology, schemas = plan.topology, None
@@ -270,6 +282,21 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
+        """Start the task; if brokers do not respond, wait for them up to `_BROKER_WITHIN_S`."""
+        until_s = asyncio.get_running_loop().time() + _BROKER_WITHIN_S
+        while True:
+            try:
+                await self._start_group()
+            except CommitUnknown:
+                if asyncio.get_running_loop().time() >= until_s:
+                    raise
+                await self._group.close(drain=False)
+                await asyncio.sleep(_PAUSE_S)
+                self._group = self._factory.build((self._feeding,))
+            else:
+                return
+
+    async def _start_group(self) -> None:
         """Start the task; if the task's local state is damaged, delete the local state and start again."""
         await self._group.open()
         try:

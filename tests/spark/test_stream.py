@@ -172,7 +172,7 @@ def monitor_of(monkeypatch):
     )
     nowhere = Settings(brokers=("127.0.0.1:1",), web=Web(enabled=False))
     places = {Place("in", 0): 0, Place("in", 1): 0}
-    return lambda failed_tasks=lambda: 0: StreamMonitor(topology, nowhere, {"dedup": places}, failed_tasks)
+    return lambda: StreamMonitor(topology, nowhere, {"dedup": places})
 
 
 def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, monitor_of):
@@ -209,23 +209,6 @@ def test_a_warning_of_each_attempt_is_logged_once(caplog, monitor_of):
         monitor.add(BatchReport("dedup", batch_id, reports, 0.25))
     monitor.stop()
     assert [record.getMessage() for record in caplog.records if "odd" in record.getMessage()] == ["0 odd", "0 odd"]
-
-
-def test_failed_tasks_are_logged_once_until_none_is_left(caplog, monitor_of):
-    asked, over = iter([0, 1, 2, 0, 1]), threading.Event()
-
-    def failed_tasks():
-        number = next(asked, None)
-        if number is None:
-            over.set()
-        return number or 0
-
-    monitor = monitor_of(failed_tasks)
-    monitor.start()
-    assert over.wait(60)
-    monitor.stop()
-    lines = [record.getMessage() for record in caplog.records if "Spark tasks" in record.getMessage()]
-    assert lines == ["1 Spark tasks of the current micro-batch have failed; Spark starts them again"] * 2
 
 
 def logged(caplog):

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 
-from dedup.errors import SettingsError
+from dedup.errors import BrokerUnavailable, RegistryUnavailable, SettingsError
 from dedup.settings import RegistrySection, Secret, Security, Settings
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import PicklableSettings, session_for
+from dedup.spark.session import PicklableSettings, raised_by_dedup, session_for
 
 
 def settings(**security):
@@ -73,6 +73,7 @@ def test_secrets_reach_the_executors_and_no_log():
         ),
         ("org.apache.spark.api.python.PythonException: Traceback\n  f\ndedup.errors.BrokerUnavailable: none\n", False),
         ("org.apache.kafka.common.errors.TimeoutException: Timeout of 60000ms expired", False),
+        ("java.util.concurrent.TimeoutException: Cannot fetch record for offset 7 in 300000 milliseconds\n\tat", False),
         ("org.apache.spark.api.python.PythonException: Traceback\n  f\ndedup.errors.TaskMigrated: fenced\n", True),
         ("ExecutorLostFailure (executor 1 exited): Container killed", True),
     ],
@@ -86,8 +87,35 @@ def test_spark_logs_no_task_that_failed_in_an_outage_and_any_other(spark, why, k
     text = log4j.message.SimpleMessage(f"Lost task 3.0 in stage 16.0 (TID 67) (host executor driver): {why}")
     event = log4j.core.impl.Log4jLogEvent.newBuilder().setLevel(log4j.Level.WARN).setMessage(text).build()
     assert config.isFiltered(event) is not kept
-    executor = log4j.LogManager.getLogger("org.apache.spark.executor.Executor")
-    assert not executor.isErrorEnabled()
+    executor = (
+        log4j.LogManager.getContext(False).getConfiguration().getLoggerConfig("org.apache.spark.executor.Executor")
+    )
+    said = {"Exception in task 3.0 in stage 16.0 (TID 67)": True, "Exit as unable to send heartbeats to driver": False}
+    for line, filtered in said.items():
+        text = log4j.message.SimpleMessage(line)
+        event = log4j.core.impl.Log4jLogEvent.newBuilder().setLevel(log4j.Level.ERROR).setMessage(text).build()
+        assert executor.isFiltered(event) is filtered
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("…\ndedup.errors.CommitUnknown: orders.dedup.3: no answer.\n\n at …", BrokerUnavailable, "no answer"),
+        ("…\ndedup.errors.BrokerUnavailable: Grant Read.\n", BrokerUnavailable, "Grant Read"),
+        ("…\ndedup.errors.RegistryUnavailable: 503.\n", RegistryUnavailable, "503"),
+        ("org.apache.kafka.common.errors.TimeoutException: Timed out. Call: x\n at", BrokerUnavailable, "Call: x"),
+        ("java.util.concurrent.TimeoutException: Cannot fetch record for offset 7\n at", BrokerUnavailable, "offset 7"),
+    ],
+)
+def test_what_ended_a_query_is_an_error_with_the_exit_code_of_its_kind(text, kind, says):
+    """Was: exit code 1, with frames of py4j in place of the sentence."""
+    found = raised_by_dedup(f"[STREAM_FAILED] Query terminated with exception: {text}")
+    assert type(found) is kind
+    assert says in str(found)
+
+
+def test_an_error_of_another_kind_is_not_taken_for_one_of_ours():
+    assert raised_by_dedup("[STREAM_FAILED] java.lang.OutOfMemoryError: Java heap space") is None
 
 
 def test_the_drivers_kafka_clients_do_not_log_each_connection_they_lose(spark):
