@@ -564,7 +564,7 @@ class Running:
             if time.monotonic() - looked_s >= _TASKS_LOOK_S:
                 failed, looked_s = _failed_tasks(self._spark), time.monotonic()
                 if failed and not failing:
-                    log.warning("%d Spark tasks have failed; Spark starts them again", failed)
+                    log.warning("Spark tasks have failed (%d so far); Spark starts them again", failed)
                 failing = failed > 0
         for query in queries:
             query.raise_failure()
