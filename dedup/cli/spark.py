@@ -254,14 +254,15 @@ def run(
 def _stopped_by_signals(*stops: Callable[[], None], second: Callable[[], None] | None = None) -> Iterator[None]:
     """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second one on.
 
-    They are called in a thread of their own, because the interrupted code may hold the lock of an event that they set.
+    Each call runs in its own thread, because the interrupted code may hold the lock of an event that the call sets.
     """
     signals = 0
 
     def stop(*_: object) -> None:
         nonlocal signals
         signals += 1
-        for each in (*stops, *((second,) if second is not None and signals > 1 else ())):
+        calls = stops if second is None or signals == 1 else (*stops, second)
+        for each in calls:
             threading.Thread(target=each, daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

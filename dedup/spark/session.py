@@ -67,8 +67,8 @@ _SILENCED: Final = {
     "org.apache.spark.executor.Executor": "Exception in task .*",
     "org.apache.spark.scheduler.DAGScheduler": "Failed to cancel job group .*",
 }
-"""Maps loggers of Spark to Java patterns of messages about tasks that failed because no broker responded, or because
-their query was stopped, and about tasks of which another logger says more.
+"""Maps loggers of Spark to Java patterns of the messages that are suppressed. These messages report tasks that failed
+because no broker responded or because their query was stopped, or repeat what another logger reports in more detail.
 """
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 
@@ -88,7 +88,7 @@ _CONF: Final = {
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.python.daemon.module": worker_daemon.MODULE,
-    # A query that waits for a broker would stop only when its request has timed out.
+    # Without this limit, a query that waits for a broker would not stop until its request timed out.
     "spark.sql.streaming.stopTimeout": "5s",
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
@@ -253,8 +253,9 @@ async def connected(settings: Settings, client_id: str, *, patience_ms: int | No
 
 
 def raised_by_dedup(text: str) -> DedupError | None:
-    """Return the error that dedup raised on an executor, BrokerUnavailable if no broker answered Spark, or None, by the
-    text of Spark's error.
+    """Return the error that the text of a Spark error reports, or None if the error is not one of dedup's.
+
+    This is either the error that dedup raised on an executor, or BrokerUnavailable if no broker answered Spark.
     """
     ours = _RAISED.search(text)
     if ours is not None:

@@ -538,7 +538,7 @@ class Running:
     def _end(self) -> None:
         """Stop everything, in this order: the idle markers, the queries, and the monitor."""
         with ExitStack() as stack:
-            stack.callback(log_query_errors, self._spark, on=True)
+            stack.callback(self._log_errors_again)
             stack.callback(self._monitor.stop)
             until_s = time.monotonic() + _BATCHES_END_WITHIN_S
             for query in reversed(self._queries):
@@ -546,8 +546,13 @@ class Running:
             if self._idle_marks is not None:
                 stack.callback(self._idle_marks.stop)
 
+    def _log_errors_again(self) -> None:
+        """Let later queries of this session log their errors, if an error of these queries has suppressed them."""
+        if any(query.failure is not None for query in self._queries):
+            log_query_errors(self._spark, on=True)
+
     def stop(self, *, at_once: bool = False) -> None:
-        """Make `wait` return after the current micro-batches, at the latest after 10 s, or ``at_once``.
+        """Make `wait` return when the current micro-batches have ended, or after 10 s. ``at_once`` interrupts them.
 
         The next run judges the uncommitted records.
         """
@@ -583,8 +588,7 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     _claim(checkpoint, ready.identity())
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
-    positions = {kind: ready.feeding(kind) for kind in kinds}
-    monitor = StreamMonitor(topology, settings, positions)
+    monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
     # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}

@@ -95,7 +95,7 @@ class StreamMonitor:
 
     def _call(self, what: Callable[[], None]) -> None:
         if self._loop is not None and self._thread.is_alive():
-            with suppress(RuntimeError):  # the loop was closed in this moment
+            with suppress(RuntimeError):  # the loop has just been closed
                 self._loop.call_soon_threadsafe(what)
 
     def _stop(self) -> None:

@@ -160,14 +160,14 @@ class _AttemptLog(logging.Handler):
             self._at_once.emit(record)
         elif not of_outage(record):
             first = record.args[0] if isinstance(record.args, tuple) and record.args else ""
-            # Not the partition and the offset of a record, and no number.
+            # Partitions, offsets, and other numbers differ between attempts that log the same warning.
             subject = "" if isinstance(first, int) else _NUMBERS.sub("", str(first))
             self.warnings.setdefault((str(record.msg), subject), self.format(record))
 
 
 @contextmanager
 def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
-    """Inside the ``with`` block, collect the log messages of this process in place of logging them.
+    """Inside the ``with`` block, collect the log messages of this process instead of logging them.
 
     If the block raises an error, the messages are logged, because there is no report that could contain them.
     """
