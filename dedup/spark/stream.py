@@ -82,7 +82,7 @@ _QUERY_LOOK_S: Final = 0.2
 _BATCHES_END_WITHIN_S: Final = 10.0
 """How long a stopped stream waits for the end of its current micro-batches; Kubernetes kills a process after 30 s."""
 _TASKS_LOOK_S: Final = 2.0
-_PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "300000")
+_PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "900000")
 """How long Spark's Kafka source waits for a broker, in ms, before it tries again. Spark tries three times to find the
 latest offsets, and starts a task up to four times. Kafka's default of 60 s would end a stream after three minutes.
 """
