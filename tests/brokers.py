@@ -136,7 +136,9 @@ def admin_of(bootstrap: str) -> Admin:
 @lru_cache(maxsize=1)
 def producer_of(bootstrap: str) -> Producer:
     """Return an idempotent producer, the same for all tests of a broker: a new one gets its id half a second later."""
-    return Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
+    return Producer(
+        {"bootstrap.servers": bootstrap, "enable.idempotence": True, "message.timeout.ms": 900_000, "log_level": 0}
+    )
 
 
 def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -> list[Message]:

@@ -66,9 +66,11 @@ _SILENCED: Final = {
     ),
     "org.apache.spark.executor.Executor": "Exception in task .*",
     "org.apache.spark.scheduler.DAGScheduler": "Failed to cancel job group .*",
+    # Spark tries three times; the error of the last attempt ends the query.
+    "org.apache.spark.sql.kafka010.KafkaOffsetReaderAdmin": r"(?s)Error in attempt \d+ getting Kafka offsets.*",
 }
 """Maps loggers of Spark to Java patterns of the messages that are suppressed. These messages report tasks that failed
-because no broker responded or because their query was stopped, or repeat what another logger reports in more detail.
+because no broker responded or because their query was stopped, or repeat what is reported in more detail elsewhere.
 """
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 

@@ -193,7 +193,7 @@ class Job:
                 return before
         raise AssertionError("no event got that kind of time")
 
-    def _produce(self, producer: Producer, events: Sequence[Event]) -> None:
+    def _produce(self, producer: Producer, events: Sequence[Event], within_s: float = DELIVERED_WITHIN_S) -> None:
         refused: list[object] = []
         topics = self.topology.source.topics
         for number, event in enumerate(events):
@@ -207,12 +207,14 @@ class Job:
                 on_delivery=lambda error, _: refused.append(error) if error else None,
             )
             if number % 5_000 == 4_999:
-                producer.flush(DELIVERED_WITHIN_S)
-        assert producer.flush(DELIVERED_WITHIN_S) == 0
+                producer.flush(within_s)
+        assert producer.flush(within_s) == 0
         assert refused == []
 
     @contextlib.contextmanager
-    def stream(self, events: Iterable[Event], *, per_s: int) -> Iterator[threading.Thread]:
+    def stream(
+        self, events: Iterable[Event], *, per_s: int, delivered_within_s: float = DELIVERED_WITHIN_S
+    ) -> Iterator[threading.Thread]:
         """A thread sends the events at about this rate until the block ends; then raises what it has met."""
         left, size = iter(events), max(1, per_s // 20)
         ended = threading.Event()
@@ -225,7 +227,7 @@ class Job:
                     piece = list(islice(left, size))
                     if not piece or ended.wait(max(0.0, began + number / 20 - time.monotonic())):
                         return
-                    self._produce(self.producer, piece)
+                    self._produce(self.producer, piece, delivered_within_s)
                     self.sent.extend(piece)
             except BaseException as error:  # noqa: BLE001  # raised where the block ends
                 met.append(error)
