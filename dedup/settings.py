@@ -186,7 +186,7 @@ class TopicDefaults(Keys):
     """How dedup creates topics."""
 
     create: bool = True
-    """Whether `dedup run` creates missing topics. `dedup apply` always creates them."""
+    """Whether `dedup run`, `ingest`, and `sink` create missing topics. `dedup apply` always creates them."""
     replication_factor: Annotated[int, within(1, 32_767)] | None = None
     """Replication factor of created topics. Default: the brokers' default."""
     min_insync_replicas: Annotated[int, within(1, 32_767)] | None = None

@@ -21,7 +21,9 @@ from dedup.cli.inputs import (
     JsonOption,
     SetOption,
     TopologyArgument,
+    names_ingest_file,
     read_both,
+    read_ingest,
     read_settings,
     read_topology,
     say,
@@ -30,7 +32,7 @@ from dedup.cli.inputs import (
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
@@ -55,7 +57,7 @@ UrlOption = Annotated[
 
 
 def apply(
-    topology: TopologyArgument,
+    topology: Annotated[Path, typer.Argument(metavar="FILE", help="Topology file, or ingest file.")],
     *,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be created, but create nothing.")
@@ -69,12 +71,14 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Create the topics that a topology needs, and show how existing topics differ from the required ones.
+    """Create the topics that a topology or an ingest file needs, and show how existing topics differ from these.
 
-    The command never changes existing topics and never creates source topics. With --table, the command also creates
-    the sink's tables, so `dedup sink` needs no permission to create tables.
+    The command never changes existing topics and never creates a topology's source topics. With --table, the command
+    also creates the sink's tables, so `dedup sink` needs no permission to create tables.
 
-    Example: dedup apply topologies/orders.yaml --dry-run
+    Examples: dedup apply topologies/orders.yaml --dry-run
+
+    dedup apply topologies/files-to-topic.yaml
     """
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.kafka.topic_admin import on_cluster
@@ -82,6 +86,12 @@ def apply(
 
     if acls and table:
         raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
+    if names_ingest_file(topology):
+        if acls or table:
+            text = "needs a topology file; for an ingest file, `dedup apply` only creates topics"
+            raise SettingsError([Problem("--acls" if acls else "--table", text)])
+        _apply_ingest(topology, read_settings(config, overrides), dry_run=dry_run, as_json=as_json)
+        return
     parsed, settings = read_both(topology, config, overrides)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
@@ -91,7 +101,7 @@ def apply(
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
-        plan = applying.plan_topics(parsed, settings, await admin.topics(applying.known_names(parsed)))
+        plan = await _plan(parsed, settings, admin)
         if not as_json:
             _print_plan(plan, dry_run=dry_run)
         if not dry_run:
@@ -100,8 +110,46 @@ def apply(
 
     plan = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
-    known = {"dry_run": dry_run, **asdict(plan), **({} if tables is None else {"tables": tables})}
-    say(known, [f"{len(plan.make)} topics created"] if plan.make and not dry_run else [], as_json=as_json)
+    _say_applied(plan, {} if tables is None else {"tables": tables}, dry_run=dry_run, as_json=as_json)
+
+
+async def _plan(topology: Topology, settings: Settings, admin: Admin) -> TopicPlan:
+    """Return the topics that `dedup run` and `dedup sink` need."""
+    from dedup.worker.topics import known_names, plan_topics
+
+    sink = topology.sink if topology.sink is not None and topology.sink.topic else None
+    names = known_names(topology) if sink is None else [*known_names(topology), sink.topic, sink.dead_letter]
+    have = await admin.topics(names)
+    plan = plan_topics(topology, settings, have)
+    if sink is None:
+        return plan
+    from dedup.connect.sink_connector import plan_dead_letter
+
+    return plan_dead_letter(sink, settings, have, plan)
+
+
+def _apply_ingest(path: Path, settings: Settings, *, dry_run: bool, as_json: bool) -> None:
+    from dedup.connect.source_connector import make_topics, topics_of
+    from dedup.kafka.topic_admin import on_cluster
+    from dedup.worker.topics import TopicPlan
+
+    ingest = read_ingest(path)
+
+    async def work(_: KafkaWire, admin: Admin) -> TopicPlan:
+        have = await admin.topics([topic.name for topic in topics_of(ingest, settings, {})])
+        plan = TopicPlan().with_topics(topics_of(ingest, settings, have), have)
+        if not as_json:
+            _print_plan(plan, dry_run=dry_run)
+        if not dry_run:
+            await make_topics(admin, ingest, settings, create=True)
+        return plan
+
+    _say_applied(on_cluster(settings, f"{_CLIENT}-{ingest.name}", work), {}, dry_run=dry_run, as_json=as_json)
+
+
+def _say_applied(plan: TopicPlan, more: Mapping[str, object], *, dry_run: bool, as_json: bool) -> None:
+    lines = [f"{len(plan.make)} topics created"] if plan.make and not dry_run else []
+    say({"dry_run": dry_run, **asdict(plan), **more}, lines, as_json=as_json)
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
@@ -126,9 +174,10 @@ def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_js
 def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
     for topic in plan.make:
         configs = ", ".join(f"{key}={value}" for key, value in sorted(topic.configs.items()))
+        count = "the brokers' default number of" if topic.partitions < 0 else topic.partitions
         factor = "" if topic.replication_factor < 0 else f", {topic.replication_factor} replicas"
         word = "would create" if dry_run else "create"
-        typer.echo(f"{word} {topic.name}: {topic.partitions} partitions{factor}; {configs}")
+        typer.echo(f"{word} {topic.name}: {count} partitions{factor}" + (f"; {configs}" if configs else ""))
     for name in plan.as_wanted:
         typer.echo(f"ok {name}")
     for each in plan.differences:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 import dedup
-from dedup.errors import Problem, SettingsError
+from dedup.errors import Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +46,18 @@ _CUT: Final = "…"
 
 def read_topology(path: Path) -> Topology:
     """Parse a topology file. Raises TopologyError, which lists every problem, if the file is invalid."""
+    if names_ingest_file(path):
+        text = "is an ingest file, but this command needs a topology file; `dedup ingest` runs an ingest file"
+        raise TopologyError([Problem(str(path), text)])
     return dedup.load_topology(path)
+
+
+def names_ingest_file(path: Path) -> bool:
+    """Return whether the file is an ingest file, even if it is invalid. Raises TopologyError if it cannot be read."""
+    from dedup.topology.ingest_file import is_ingest
+    from dedup.yaml_document import text_of
+
+    return is_ingest(text_of(path))
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:

@@ -27,7 +27,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "broker": ("broker.broker", "Run an embedded Kafka until Ctrl-C."),
     },
     "Run": {
-        "apply": ("admin.apply", "Create the topics that a topology needs."),
+        "apply": ("admin.apply", "Create the topics that a topology or ingest file needs."),
         "run": ("run.run", "Deduplicate a topology's topics until a signal arrives."),
         "status": ("admin.status", "Show a fleet's lag and tasks, what is wrong, and what to do."),
         "doctor": ("doctor.doctor", "Find what prevents a topology from running."),

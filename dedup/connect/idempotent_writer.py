@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, refuse_expiry
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, refuse_expiry, wanted_topic
 from dedup.core.partitioner import partitions
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -84,7 +84,10 @@ class IdempotentWriter:
             await self._wire.start()
             stack.push_async_callback(self._wire.stop)
             async with Admin(self._wire.connection) as admin:
-                refuse_expiry((await provide(admin, self._settings, {offsets: (1, TOPIC_CONFIGS)}))[offsets])
+                wanted = wanted_topic(self._settings, offsets, 1, TOPIC_CONFIGS)
+                remedy = "Create it, or enable `topics.create`."
+                found = await provide(admin, [wanted], create=self._settings.topics.create, remedy=remedy)
+                refuse_expiry(found[offsets])
                 have = await admin.topics(self._topics)
             missing = [topic for topic in self._topics if topic not in have]
             if missing:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,16 +17,17 @@ from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutco
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
 from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.connect.source_connector import set_by_signals
-from dedup.connect.transactional_outbox import provide
+from dedup.connect.transactional_outbox import provide, wanted_topic
 from dedup.connect.upsert import RowMaker, make_tables, refuse_lost_table, table_of, write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, Problem, StateIncompatible, TopologyError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
 from dedup.kafka.record_batch import Columns
-from dedup.kafka.topic_admin import Admin, Topic
+from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
 from dedup.kafka.wire import TopicPartition
 from dedup.topology.model import SinkSpec, Topology
 from dedup.worker.record_collector import SLACK_BYTES
+from dedup.worker.topics import TopicPlan
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -112,12 +113,30 @@ async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[
         topic = (await admin.topics([spec.topic])).get(spec.topic)
         if topic is None:
             raise StateIncompatible(f"topic {spec.topic!r} does not exist; `dedup run` or `dedup apply` creates it.")
-        configs = {
-            "message.timestamp.type": "LogAppendTime",
-            "max.message.bytes": str(topic.max_record_bytes + SLACK_BYTES),
-        }
-        made = await provide(admin, settings, {spec.dead_letter: (topic.partitions, configs)})
+        wanted = _dead_letter(spec, settings, topic.partitions, topic.max_record_bytes)
+        remedy = "`dedup apply` with the topology file creates them."
+        made = await provide(admin, [wanted], create=settings.topics.create, remedy=remedy)
     return topic, made[spec.dead_letter]
+
+
+def _dead_letter(spec: SinkSpec, settings: Settings, partitions: int, most_bytes: int) -> WantedTopic:
+    configs = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(most_bytes + SLACK_BYTES)}
+    return wanted_topic(settings, spec.dead_letter, partitions, configs)
+
+
+def plan_dead_letter(spec: SinkSpec, settings: Settings, have: Mapping[str, Topic], plan: TopicPlan) -> TopicPlan:
+    """Return the plan with the dead-letter topic of a sink added.
+
+    Raises StateIncompatible if the topic that the sink reads neither exists nor is in the plan.
+    """
+    exists, made = have.get(spec.topic), next((topic for topic in plan.make if topic.name == spec.topic), None)
+    if exists is not None:
+        wanted = _dead_letter(spec, settings, exists.partitions, exists.max_record_bytes)
+    elif made is not None:
+        wanted = _dead_letter(spec, settings, made.partitions, int(made.configs["max.message.bytes"]))
+    else:
+        raise StateIncompatible(f"topic {spec.topic!r} does not exist. Create it, or correct `sink.topic`.")
+    return plan.with_topics([wanted], have)
 
 
 def _prepare(spec: SinkSpec, connection: DatabaseConnection, offsets: FencedOffsets) -> None:

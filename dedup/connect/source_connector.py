@@ -22,7 +22,14 @@ from dedup.connect.dead_letter_producer import DeadLetterLog
 from dedup.connect.file_source import Files
 from dedup.connect.source import DIGEST_BYTES, DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
-from dedup.connect.transactional_outbox import FOR_EVER, TOPIC_CONFIGS, TransactionalOutbox, provide, refuse_expiry
+from dedup.connect.transactional_outbox import (
+    FOR_EVER,
+    TOPIC_CONFIGS,
+    TransactionalOutbox,
+    provide,
+    refuse_expiry,
+    wanted_topic,
+)
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Number, Unreadable, decode_quickly
@@ -33,7 +40,7 @@ from dedup.errors import RecordRefused, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import OWN_ROW, Header, Line
-from dedup.kafka.topic_admin import Admin, Topic
+from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
 from dedup.kafka.wire import TopicPartition
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
@@ -115,7 +122,7 @@ async def run_ingest(
         await wire.start()
         stack.push_async_callback(wire.stop)
         async with Admin(wire.connection) as admin:
-            topics = await _provided(admin, ingest, settings)
+            topics = await make_topics(admin, ingest, settings, create=settings.topics.create)
         stop = stack.enter_context(set_by_signals())
         name = f"{ingest.name}.ingest.0"
         outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, topics, stop.is_set)
@@ -143,19 +150,39 @@ def set_by_signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def _provided(admin: Admin, ingest: Ingest, settings: Settings) -> dict[str, Topic]:
-    """Return the topics that an ingest file names, after creating any missing topics."""
+def topics_of(ingest: Ingest, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
+    """Return the topics that an ingest file needs: those for records, for positions, and for dead letters, in this
+    order.
+
+    The size limit of the dead letters follows from the topic for records if ``have``, the existing topics, contains it.
+    """
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
         # Records may be old. With the default retention of 7 days, Kafka would soon delete them.
         configs = {"retention.ms": FOR_EVER}
-    offsets = {ingest.offsets_topic: (1, TOPIC_CONFIGS)}
-    topics = await provide(admin, settings, {ingest.topic: (ingest.partitions, configs), **offsets})
-    refuse_expiry(topics[ingest.offsets_topic])
-    most_bytes = topics[ingest.topic].max_record_bytes + SLACK_BYTES
-    dead_configs = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(most_bytes)}
-    return topics | await provide(admin, settings, {ingest.dead_letter: (ingest.partitions, dead_configs)})
+    dead_configs = {"message.timestamp.type": "LogAppendTime"}
+    if ingest.topic in have:
+        dead_configs["max.message.bytes"] = str(have[ingest.topic].max_record_bytes + SLACK_BYTES)
+    return [
+        wanted_topic(settings, ingest.topic, ingest.partitions, configs),
+        wanted_topic(settings, ingest.offsets_topic, 1, TOPIC_CONFIGS),
+        wanted_topic(settings, ingest.dead_letter, ingest.partitions, dead_configs),
+    ]
+
+
+async def make_topics(admin: Admin, ingest: Ingest, settings: Settings, *, create: bool) -> dict[str, Topic]:
+    """Create the missing topics of an ingest file, and return all of its topics.
+
+    Raises StateIncompatible if a topic is missing and ``create`` is false, or if brokers delete positions by age or
+    size.
+    """
+    remedy = "`dedup apply` with the ingest file creates them."
+    topics: dict[str, Topic] = {}
+    for some in (slice(2), slice(2, None)):  # the limit of the last topic depends on the first
+        topics |= await provide(admin, topics_of(ingest, settings, topics)[some], create=create, remedy=remedy)
+        refuse_expiry(topics[ingest.offsets_topic])
+    return topics
 
 
 @dataclass(slots=True)

@@ -44,28 +44,27 @@ T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
 
 
-async def provide(
-    admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
-) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if the settings forbid creating topics.
+def wanted_topic(settings: Settings, name: str, partitions: int | None, configs: Mapping[str, str]) -> WantedTopic:
+    """Return a topic with the replication of the settings; ``partitions`` is None for the brokers' default."""
+    least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
+    base = {} if least is None else {"min.insync.replicas": str(least)}
+    return WantedTopic(name, partitions or BROKER_DEFAULT, factor, {**base, **configs})
 
-    ``topics`` maps the name of each topic to its number of partitions (None for the brokers' default) and its configs.
+
+async def provide(admin: Admin, topics: Sequence[WantedTopic], *, create: bool, remedy: str) -> dict[str, Topic]:
+    """Create missing topics, and return all topics.
+
+    Raises StateIncompatible, whose text ends with ``remedy``, if a topic is missing and ``create`` is false.
     """
-    have = await admin.topics(topics)
-    missing = {name: wanted for name, wanted in topics.items() if name not in have}
-    if missing and not settings.topics.create:
-        listed = ", ".join(map(repr, missing))
-        raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or enable it.")
+    names = [topic.name for topic in topics]
+    have = await admin.topics(names)
+    missing = [topic for topic in topics if topic.name not in have]
+    if missing and not create:
+        listed = ", ".join(repr(topic.name) for topic in missing)
+        raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. {remedy}")
     if missing:
-        least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
-        base = {} if least is None else {"min.insync.replicas": str(least)}
-        await admin.create(
-            [
-                WantedTopic(name, partitions or BROKER_DEFAULT, factor, {**base, **configs})
-                for name, (partitions, configs) in missing.items()
-            ]
-        )
-    return await admin.settled(topics)
+        await admin.create(missing)
+    return await admin.settled(names)
 
 
 def refuse_expiry(topic: Topic) -> None:

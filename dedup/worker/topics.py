@@ -312,10 +312,22 @@ class Difference:
 class TopicPlan:
     """Lists the topics that `dedup apply` will create, and the differences between existing and wanted topics."""
 
-    make: tuple[WantedTopic, ...]
-    as_wanted: tuple[str, ...]
-    differences: tuple[Difference, ...]
-    sources: tuple[str, ...]
+    make: tuple[WantedTopic, ...] = ()
+    as_wanted: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def with_topics(self, wanted: Sequence[WantedTopic], have: Mapping[str, Topic]) -> TopicPlan:
+        """Return the plan with more topics, compared with the existing topics ``have``."""
+        differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
+        differing = {each.topic for each in differences}
+        as_wanted = [topic.name for topic in wanted if topic.name in have and topic.name not in differing]
+        return TopicPlan(
+            make=(*self.make, *(topic for topic in wanted if topic.name not in have)),
+            as_wanted=(*self.as_wanted, *as_wanted),
+            differences=(*self.differences, *differences),
+            sources=self.sources,
+        )
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
@@ -328,18 +340,11 @@ def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic
         fitting = {name: topic.partitions for name, topic in have.items()}
         fitting[topology.changelog_topic] = log_topic.partitions
         wanted = [replace(topic, partitions=fitting.get(topic.name, topic.partitions)) for topic in wanted]
-    differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
-    differing = {each.topic for each in differences}
-    return TopicPlan(
-        make=tuple(topic for topic in wanted if topic.name not in have),
-        as_wanted=tuple(topic.name for topic in wanted if topic.name in have and topic.name not in differing),
-        differences=tuple(differences),
-        sources=topology.source.topics,
-    )
+    return TopicPlan(sources=topology.source.topics).with_topics(wanted, have)
 
 
 def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
-    if found.partitions != wanted.partitions:
+    if wanted.partitions not in (found.partitions, BROKER_DEFAULT):
         yield Difference(found.name, "partitions", str(found.partitions), str(wanted.partitions))
     for key, value in wanted.configs.items():
         known = found.configs.get(key)
