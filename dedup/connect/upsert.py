@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import Any, Final
+from uuid import UUID
 
 from dedup.connect.database import (
     OFFSETS,
@@ -22,21 +26,42 @@ from dedup.connect.database import (
     quoted,
 )
 from dedup.connect.dead_letter_producer import RejectedRecord
+from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.csv_row import number_of
 from dedup.core.event_time import rfc3339_ms
-from dedup.core.exact_json import Number, Unreadable, canonical_json, decode, decode_quickly
-from dedup.core.extract_one import Headers
-from dedup.core.framing import payload_of
-from dedup.core.tracking_id import Path
+from dedup.core.exact_json import Absent, Number, Unreadable, canonical_json, decode, decode_quickly
+from dedup.core.extract_one import Headers, Recipe, reader_for
+from dedup.core.framing import SchemaBook, payload_of, split
+from dedup.core.proto_schema import TIMESTAMP
+from dedup.core.tracking_id import FieldsRule, Path, TrackingId
+from dedup.core.varint import Damaged, varint
 from dedup.errors import StateIncompatible
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import TopicPartition
-from dedup.topology.model import SinkColumn, SinkSpec, Topology, extractor_of
+from dedup.topology.model import SinkColumn, SinkSpec, Topology, extractor_of, schema_of
 
 ID: Final = "tracking_id"
 TIME: Final = "event_time_ms"
 _INT64: Final = 1 << 63
 _MOST_DIGITS: Final = 20
-_KINDS: Final[Mapping[type, str]] = {bool: "true or false", str: "text", list: "a list", dict: "an object"}
+_KINDS: Final[Mapping[type, str]] = {
+    bool: "true or false",
+    str: "text",
+    bytes: "bytes",
+    list: "a list",
+    dict: "an object",
+}
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001  # local dates and times have no zone
+_LOCAL_NS: Final[Mapping[str, int]] = {
+    "date": 86_400 * 10**9,
+    **dict.fromkeys(("time-millis", "local-timestamp-millis"), 10**6),
+    **dict.fromkeys(("time-micros", "local-timestamp-micros"), 10**3),
+    "local-timestamp-nanos": 1,
+}
+"""Maps each of Avro's types of dates and times without a zone to the length of its unit, in nanoseconds."""
+_FLOAT_BYTES: Final = {"float": 4, "double": 8}
+_SECONDS, _NANOS = 8, 16
+"""The tags of the fields of `google.protobuf.Timestamp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +82,9 @@ class RowMaker:
         self._extract: Final = extractor_of(topology)
         self._framing: Final = topology.source.framing
         self._columns: Final = [(column.name, _CONVERTERS[column.type], column.path) for column in columns]
-        self._exact: Final = any(column.type == "json" for column in columns)
+        self._types: Final = [column.type for column in columns]
+        self._exact: Final = "json" in self._types
+        self._members: Final = self._memberwise(topology) if topology.source.is_memberwise and columns else None
 
     def rows(self, batches: Sequence[tuple[TopicPartition, Columns]]) -> SinkRows:
         """Return the rows of the batches in the order of their records, and the records that cannot become rows."""
@@ -82,6 +109,8 @@ class RowMaker:
         """Return the values of the columns, or a sentence about a value of the wrong type."""
         if value is None:
             return (None,) * len(self._columns)
+        if self._members is not None:
+            return self._of_members(self._members, value, headers)
         try:
             if self._framing is not None:
                 value = payload_of(self._framing, value, headers)
@@ -89,14 +118,121 @@ class RowMaker:
             record = decode(value) if self._exact else decode_quickly(value)
         except (ValueError, Unreadable) as error:
             return f"its value cannot be read: {error}"
+        return self._converted([look_up(record, path) for _, _, path in self._columns])
+
+    def _converted(self, members: Sequence[Any]) -> Row | str:
         values: list[Any] = []
-        for name, convert, path in self._columns:
-            found = look_up(record, path)
+        for (name, convert, _), found in zip(self._columns, members, strict=True):
             try:
                 values.append(None if found is None else convert(found))
             except (TypeError, ValueError, Unreadable) as error:
                 return f"column {name}: {error}"
         return tuple(values)
+
+    def _memberwise(self, topology: Topology) -> Recipe:
+        # A Protobuf field that was not sent has the value 0, false, or empty, unless it has presence.
+        rule = TrackingId(FieldsRule(tuple(path for _, _, path in self._columns)), zeros=True)
+        source = topology.source
+        return Recipe(rule, fmt=source.format, schema_id=source.schema_id, schema=schema_of(source))
+
+    def _of_members(self, recipe: Recipe, value: bytes, headers: Headers) -> Row | str:
+        """Do the same as `_payload` for a format whose values are never decoded as a whole."""
+        try:
+            ref, payload = b"", value
+            if isinstance(recipe.schema, SchemaBook):
+                ref, payload = split(recipe.schema_id, value, headers, indexed=recipe.indexed)
+            leaves = reader_for(recipe, ref).read(payload)
+        except Unreadable as error:
+            return f"its value cannot be read: {error}"
+        plain = _plain_cell if recipe.fmt == "csv" else _plain_leaf
+        members: list[Any] = []
+        for (name, _, _), kind, leaf in zip(self._columns, self._types, leaves, strict=True):
+            try:
+                members.append(plain(leaf, kind))
+            except (TypeError, ArithmeticError) as error:
+                return f"column {name}: {error}"
+        return self._converted(members)
+
+
+def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a CSV cell as the JSON value that a column of this type accepts, or as text if the cell has none."""
+    if isinstance(cell, Absent):
+        return None
+    match kind:
+        case "integer" | "number":
+            return number_of(cell)
+        case "boolean":
+            return {"true": True, "false": False}.get(str(cell), cell)
+        case _:
+            return cell
+
+
+def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a member as the JSON value that stands for it: times in RFC 3339, UUIDs and local times as text.
+
+    A decimal becomes text for a text column, and a number for any other. Raises TypeError for a type without such a
+    value, and OverflowError for a time that is not in the years 1 to 9999.
+    """
+    match leaf:
+        case Absent():
+            return None
+        case UUID():
+            return str(leaf)
+        case Instant(nanoseconds):
+            return _instant(nanoseconds)
+        case Number():
+            exact = Decimal(leaf.text)
+            if kind == "text":
+                return f"{exact:f}"
+            return Number(str(int(exact))) if exact == exact.to_integral_value() else leaf
+        case Refused(name, raw):
+            return _refused_by_ids(name, raw)
+        case _:
+            return leaf
+
+
+def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a format
+    if isinstance(raw, Instant):
+        return _instant(raw.nanoseconds)
+    if name in _FLOAT_BYTES and raw is not None:
+        return _floating(raw, _FLOAT_BYTES[name])
+    if name in _LOCAL_NS:
+        moment = _after_epoch(raw * _LOCAL_NS[name])
+        return (moment.date() if name == "date" else moment.time() if name[:4] == "time" else moment).isoformat()
+    if name == TIMESTAMP and isinstance(raw, bytes):
+        return _instant(_nanoseconds(raw))
+    raise TypeError(f"it has the type {name}, which a column cannot hold; name a member of another type")
+
+
+def _floating(raw: Any, size: int) -> float:  # noqa: ANN401 - the bits, the bytes, or the number itself
+    """Return a floating-point number: Protobuf's reader gives its bits, Avro's its bytes, and the others itself."""
+    if isinstance(raw, float):
+        return raw
+    encoded: bytes = raw if isinstance(raw, bytes) else raw.to_bytes(size, "little")
+    found: float = struct.unpack("<f" if len(encoded) == _FLOAT_BYTES["float"] else "<d", encoded)[0]
+    return found
+
+
+def _nanoseconds(message: bytes) -> int:
+    """Return the time in an encoded `google.protobuf.Timestamp`. Raises TypeError if it is damaged."""
+    parts, at = {_SECONDS: 0, _NANOS: 0}, 0
+    try:
+        while at < len(message):
+            tag, at = varint(message, at, len(message))
+            number, at = varint(message, at, len(message))
+            parts[tag] = number if number < _INT64 else number - (1 << 64)
+    except Damaged as damage:
+        raise TypeError(f"it is no {TIMESTAMP}: {damage}") from None
+    return parts[_SECONDS] * 10**9 + parts[_NANOS]
+
+
+def _instant(nanoseconds: int) -> str:
+    return f"{_after_epoch(nanoseconds).isoformat()}Z"
+
+
+def _after_epoch(nanoseconds: int) -> datetime:
+    # Databases keep microseconds at most.
+    return _EPOCH + timedelta(microseconds=nanoseconds // 1_000)
 
 
 def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value

@@ -132,6 +132,8 @@ class Refused:
     """Stands for a value whose type is not allowed at its path, for example a double at the path of an ID."""
 
     type_name: str
+    raw: Any = field(default=None, compare=False)
+    """The decoded value, if the reader has it: `dedup sink` allows more types than an ID does."""
 
 
 Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Absent
@@ -413,7 +415,7 @@ def leaf_of(node: Scalar, raw: Any, time: FieldTime | None) -> Leaf:  # noqa: AN
     if node.kind == "null":
         return None
     if is_refused(node, time):
-        return Refused(node.name)
+        return Refused(node.name, raw)
     if node.logical in _TIMESTAMPS:
         nanoseconds = raw * _TIMESTAMPS[node.logical][1]
         if time is None:

@@ -250,7 +250,8 @@ class _Cursor(Cursor):
     def _simple(self, head: _Head) -> Leaf:
         _, info, argument = head
         if info in _FLOATS:
-            return Refused("float")
+            raw = self._value[self.at - _WIDTHS[info] : self.at]
+            return Refused("float", struct.unpack(_FLOATS[info], raw)[0])
         return _SIMPLES.get(argument, Refused("simple value"))
 
     def _tagged(self, tag: int) -> Leaf:

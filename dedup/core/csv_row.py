@@ -106,7 +106,7 @@ class CsvReader(MemberReader):
             raise not_of_format(value, "not_csv", "CSV", damage) from None
         found: list[Leaf] = [cells[place] or ABSENT for place in self._places]
         if self._is_numeric:
-            found[-1] = _number(found[-1])
+            found[-1] = number_of(found[-1])
         return self.leaves(found)
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
@@ -119,7 +119,7 @@ class CsvReader(MemberReader):
         columns: list[list[Leaf]] = [list(map(itemgetter(place), rows)) for place in self._places]
         columns = [[cell or ABSENT for cell in column] if "" in column else column for column in columns]
         if self._time is not None and self._is_numeric:
-            columns[-1] = list(map(_number, columns[-1]))
+            columns[-1] = list(map(number_of, columns[-1]))
             if not {*map(type, columns[-1])} <= {int, Number}:
                 columns[-1] = [time_leaf(found, self._time.unit) for found in columns[-1]]
         return columns
@@ -147,7 +147,7 @@ def csv_reader(layout: CsvLayout, ids: tuple[Path, ...], time: FieldTime | None)
     return CsvReader(layout, ids, time)
 
 
-def _number(cell: Leaf) -> Leaf:
+def number_of(cell: Leaf) -> Leaf:
     """Return a cell as a number if it is a number in JSON notation, or unchanged otherwise."""
     if not isinstance(cell, str) or not _NUMBER.fullmatch(cell):
         return cell

@@ -116,7 +116,7 @@ class MemberReader(ABC):
     def leaves(self, found: list[Leaf]) -> list[Leaf]:
         """Return the values, with `Refused` instead of each value whose type is not allowed for an ID or event time."""
         ids = len(found) - self.has_time
-        leaves: list[Leaf] = [Refused("timestamp") if isinstance(leaf, Instant) else leaf for leaf in found[:ids]]
+        leaves: list[Leaf] = [Refused("timestamp", leaf) if isinstance(leaf, Instant) else leaf for leaf in found[:ids]]
         return leaves if self._time is None else [*leaves, time_leaf(found[ids], self._time.unit)]
 
 

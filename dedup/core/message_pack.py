@@ -52,6 +52,7 @@ _STR: Final = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAY: Final = {0xDC: 2, 0xDD: 4}
 _MAP: Final = {0xDE: 2, 0xDF: 4}
 _FLOAT: Final = {0xCA: 4, 0xCB: 8}
+_FLOATS: Final = {0xCA: ">f", 0xCB: ">d"}
 _UNSIGNED: Final = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _SIGNED: Final = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED: Final = {**_FLOAT, **_UNSIGNED, **_SIGNED, **{first: size + 1 for first, size in _FIXEXT.items()}}
@@ -325,8 +326,9 @@ class _Cursor(Cursor):
         if first in _FLOAT or self._entries(first)[0] is not None:
             self.at = start
             self._skip()
-            is_map = first & 0xF0 == _FIXMAP or first in _MAP
-            return Refused("float" if first in _FLOAT else "map" if is_map else "array")
+            if first in _FLOAT:
+                return Refused("float", struct.unpack(_FLOATS[first], self._value[start + 1 : self.at])[0])
+            return Refused("map" if first & 0xF0 == _FIXMAP or first in _MAP else "array")
         return self._sized_leaf(first)
 
     def _sized_leaf(self, first: int) -> Leaf:

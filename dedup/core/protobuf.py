@@ -232,7 +232,7 @@ class ProtobufReader:
         if raw is ABSENT:
             return ABSENT
         if column.is_refused:
-            return Refused(column.type_name)
+            return Refused(column.type_name, raw)
         if isinstance(raw, bytes):
             if not raw and not column.has_presence:
                 return ABSENT

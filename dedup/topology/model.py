@@ -413,7 +413,8 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
-def _schema_of(source: SourceSpec) -> Schema:
+def schema_of(source: SourceSpec) -> Schema:
+    """Return what a format needs for reading values. Raises SettingsError if the schemas of a registry are missing."""
     if source.format == "csv":
         return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:
@@ -436,5 +437,5 @@ def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
         fingerprint=fingerprint and topology.fingerprints_wanted,
         fingerprint_exclude=topology.fingerprint_exclude,
         schema_id=topology.source.schema_id,
-        schema=_schema_of(topology.source),
+        schema=schema_of(topology.source),
     )

@@ -385,9 +385,21 @@ def _typed_fits(document: Document) -> Iterator[Problem]:
 
 def _memberwise_fits(document: Document) -> Iterator[Problem]:
     excluded: list[At] = [(*at, "content", "exclude") for at in _rules_at(document)]
-    for at in filter(document.has, [*excluded, ("conflicts", "exclude"), ("sink", "columns")]):
+    for at in filter(document.has, [*excluded, ("conflicts", "exclude")]):
         text = f"a value of format {_format_of(document)} is compared and kept as bytes"
         yield _at_key(document, at, f"needs `source.format: json`; {text}")
+    for at in _sink_columns_at(document):
+        kind = (*at[:-1], "type")
+        if at[-1] == "field" and document.get(kind) == "json":
+            text = f"json needs `source.format: json`; with {_format_of(document)}, name the members one by one"
+            yield Problem(document.place(kind), f"{dotted(kind)}: {text}")
+
+
+def _sink_columns_at(document: Document) -> Iterator[At]:
+    """Yield the position in the document of each member path of a sink's columns."""
+    columns = document.get(("sink", "columns"))
+    for name, written in columns.items() if isinstance(columns, dict) else ():
+        yield ("sink", "columns", name) if isinstance(written, str) else ("sink", "columns", name, "field")
 
 
 def _at_key(document: Document, at: At, text: str) -> Problem:
@@ -417,6 +429,8 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
     unit = document.get(_UNIT)
     if unit in get_args(TimeUnit):
         yield from _member_fits(document, ("event_time", "field"), schema, unit)
+    for at in _sink_columns_at(document):
+        yield from _member_fits(document, at, schema, None, column=True)
 
 
 def _members_at(document: Document) -> Iterator[At]:
@@ -438,7 +452,7 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _FORMAT, "csv needs `source.columns`: the names of the columns, in their order")
     if not isinstance(columns, list):
         return
-    for at in [*_members_at(document), ("event_time", "field")]:
+    for at in [*_members_at(document), ("event_time", "field"), *_sink_columns_at(document)]:
         text = document.get(at)
         if not isinstance(text, str):
             continue
@@ -463,7 +477,13 @@ _TAKEN: Final = {
 """Maps each format to the types that an ID may have, and to the type of event times with the unit timestamp."""
 
 
-def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None) -> Iterator[Problem]:
+_NO_COLUMN: Final = {"record", "array", "map", "message", "group", "repeated", "bytes", "fixed", "duration"}
+"""The types that no column of a sink holds."""
+
+
+def _member_fits(
+    document: Document, at: At, schema: str, unit: TimeUnit | None, *, column: bool = False
+) -> Iterator[Problem]:
     text = document.get(at)
     try:
         path = parse_path(text if isinstance(text, str) else "")
@@ -477,6 +497,10 @@ def _member_fits(document: Document, at: At, schema: str, unit: TimeUnit | None)
         known = member_names(fmt, schema, path, first=True)
         hint = did_you_mean(str(path[-1]), known) or "; name a field of the schema"
         yield Problem(document.place(at), f"{said} is not in {file}{hint}")
+    elif column:
+        if types.keys() <= _NO_COLUMN:
+            said = f"{said} has the type {' or '.join(sorted(types))} in {file}, which a column cannot hold"
+            yield Problem(document.place(at), f"{said}; name a member of another type")
     elif all(types.values()):
         wanted, zoned = _TAKEN[fmt]
         if time is not None:

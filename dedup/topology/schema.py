@@ -211,9 +211,11 @@ class ColumnFile(Keys):
     """One column of a sink's table."""
 
     field: _Path
-    """Path of a JSON member. The column is NULL if a record lacks this member."""
+    """Path of a member. The column is NULL if a record lacks this member."""
     type: ColumnType = "text"
-    """Required type of the member. A record whose member has another type becomes a dead letter."""
+    """Required type of the member; `json` needs JSON values. A record whose member has another type becomes a dead
+    letter.
+    """
 
 
 class SinkFile(Keys):

@@ -160,8 +160,8 @@ UNITS = "unit timestamp takes a timestamp with a zone, rfc3339 a string, and s, 
             "6:13: conflicts.exclude: needs `source.format: json`; a value of format avro is compared and kept as bytes",
         ),
         (
-            {"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: id}}"},
-            "6:38: sink.columns: needs `source.format: json`; a value of format avro is compared and kept as bytes",
+            {"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: idd}}"},
+            '6:51: sink.columns.a: "idd" is not in o.avsc; did you mean "id"?',
         ),
     ],
 )  # fmt: skip

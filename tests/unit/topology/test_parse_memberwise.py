@@ -47,7 +47,7 @@ def test_what_it_becomes(fmt):
         ({"rule": "content: {exclude: [id]}"}, "4:25: tracking_id.content.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
         ({"rule": "first_of: [{key: true}, {content: {exclude: [id]}}]"}, "4:50: tracking_id.first_of[1].content.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
         ({"more": "conflicts: {exclude: [id]}"}, "6:13: conflicts.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
-        ({"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: id}}"}, "6:38: sink.columns: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
+        ({"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: {field: id, type: json}}}"}, "6:69: sink.columns.a.type: json needs `source.format: json`; with {}, name the members one by one"),
         ({"source": "schema: a.avsc"}, "source.schema: needs `source.format: avro` or `protobuf`"),
         ({"source": "schema_id: none"}, "source.schema_id: none needs `source.format: avro` or `protobuf`; JSON without framing is `format: json`"),
         ({"source": "schema_id: prefix"}, "source.schema_id: needs `source.format: json_schema`"),

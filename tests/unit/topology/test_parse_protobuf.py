@@ -143,8 +143,8 @@ KNOWN = "the valid names are at, id, inner, kind, lines, number, tags, total"
             "4:25: tracking_id.content.exclude: needs `source.format: json`; a value of format protobuf is compared and kept as bytes",
         ),
         (
-            {"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: id}}"},
-            "6:38: sink.columns: needs `source.format: json`; a value of format protobuf is compared and kept as bytes",
+            {"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: idd}}"},
+            '6:51: sink.columns.a: "idd" is not in o.proto; did you mean "id"?',
         ),
     ],
 )  # fmt: skip
