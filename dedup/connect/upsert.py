@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 from uuid import UUID
 
 from dedup.connect.database import (
@@ -30,8 +32,9 @@ from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.csv_row import number_of
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Absent, Number, Unreadable, canonical_json, decode, decode_quickly
-from dedup.core.extract_one import Headers, Recipe, reader_for
-from dedup.core.framing import SchemaBook, payload_of, split
+from dedup.core.extract_one import Headers, Reader, Recipe, reader_for
+from dedup.core.framing import SchemaBook, SchemaRef, payload_of, payloads_of, refs_of, rows_by_ref
+from dedup.core.odd_rows import NotInColumns, at_rows
 from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import FieldsRule, Path, TrackingId
 from dedup.core.varint import Damaged, varint
@@ -91,13 +94,12 @@ class RowMaker:
         made = SinkRows()
         for source, columns in batches:
             found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-            records = zip(found.ids, found.times_ms, columns.keys, columns.values, columns.headers, strict=True)
-            for at, (tracking_id, time_ms, key, value, headers) in enumerate(records):
+            records = zip(found.ids, found.times_ms, self._payloads(columns), strict=True)
+            for at, (tracking_id, time_ms, payload) in enumerate(records):
                 fault = found.faults.get(at)
                 if fault is not None:
                     made.bad.append(RejectedRecord(source, columns, at, fault.code, fault.detail))
                     continue
-                payload = self._payload(value, headers) if self._columns else (key, value)
                 if isinstance(payload, tuple):
                     made.rows.append((tracking_id, time_ms, *payload))
                     made.records.append((source, columns, at))
@@ -105,12 +107,17 @@ class RowMaker:
                     made.bad.append(RejectedRecord(source, columns, at, "wrong_type", payload))
         return made
 
-    def _payload(self, value: bytes | None, headers: Headers) -> Row | str:
-        """Return the values of the columns, or a sentence about a value of the wrong type."""
+    def _payloads(self, columns: Columns) -> Iterable[Row | str]:
+        """Return each record's values of the columns, or a sentence about a value of the wrong type."""
+        if not self._columns:
+            return zip(columns.keys, columns.values, strict=True)
+        if self._members is not None:
+            return self._of_members(self._members, columns)
+        return map(self._of_json, columns.values, columns.headers)
+
+    def _of_json(self, value: bytes | None, headers: Headers) -> Row | str:
         if value is None:
             return (None,) * len(self._columns)
-        if self._members is not None:
-            return self._of_members(self._members, value, headers)
         try:
             if self._framing is not None:
                 value = payload_of(self._framing, value, headers)
@@ -135,23 +142,50 @@ class RowMaker:
         source = topology.source
         return Recipe(rule, fmt=source.format, schema_id=source.schema_id, schema=schema_of(source))
 
-    def _of_members(self, recipe: Recipe, value: bytes, headers: Headers) -> Row | str:
-        """Do the same as `_payload` for a format whose values are never decoded as a whole."""
-        try:
-            ref, payload = b"", value
-            if isinstance(recipe.schema, SchemaBook):
-                ref, payload = split(recipe.schema_id, value, headers, indexed=recipe.indexed)
-            leaves = reader_for(recipe, ref).read(payload)
-        except Unreadable as error:
-            return f"its value cannot be read: {error}"
-        plain = _plain_cell if recipe.fmt == "csv" else _plain_leaf
+    def _of_members(self, recipe: Recipe, columns: Columns) -> list[Row | str]:
+        """Do the same as `_of_json` for values that are never decoded as a whole, one column after another."""
+        values, headers, place, indexed = columns.values, columns.headers, recipe.schema_id, recipe.indexed
+        refs: list[SchemaRef | None] = [None if value is None else b"" for value in values]
+        payloads: Sequence[bytes | None] = values
+        if isinstance(recipe.schema, SchemaBook):
+            refs = refs_of(place, values, headers, indexed=indexed)
+            payloads = payloads_of(place, values, headers, indexed=indexed)
+        made: list[Row | str] = [(None,) * len(self._columns)] * len(values)
+        for rows in rows_by_ref(refs):
+            ref = refs[rows[0]]
+            if ref is None:
+                continue  # null values; the extractor has refused a damaged framing
+            found = _leaves(partial(reader_for, recipe, ref), cast("Sequence[bytes]", at_rows(rows, payloads)))
+            for row, leaves in zip(rows, found, strict=True):
+                made[row] = leaves if isinstance(leaves, str) else self._of_leaves(leaves, is_csv=recipe.fmt == "csv")
+        return made
+
+    def _of_leaves(self, leaves: Sequence[Leaf], *, is_csv: bool) -> Row | str:
         members: list[Any] = []
         for (name, _, _), kind, leaf in zip(self._columns, self._types, leaves, strict=True):
             try:
-                members.append(plain(leaf, kind))
+                members.append(_plain_cell(leaf, kind) if is_csv else _plain_leaf(leaf, kind))
             except (TypeError, ArithmeticError) as error:
                 return f"column {name}: {error}"
         return self._converted(members)
+
+
+def _leaves(reader_of: Callable[[], Reader], payloads: Sequence[bytes]) -> list[Sequence[Leaf] | str]:
+    """Return the members of each value, or a sentence about a value that cannot be read."""
+    try:
+        reader = reader_of()
+    except Unreadable as error:
+        return [f"its value cannot be read: {error}"] * len(payloads)
+    with suppress(NotInColumns):
+        if reader.columnar:
+            return list(zip(*reader.columns(payloads), strict=True))
+    found: list[Sequence[Leaf] | str] = []
+    for payload in payloads:
+        try:
+            found.append(reader.read(payload))
+        except Unreadable as error:
+            found.append(f"its value cannot be read: {error}")
+    return found
 
 
 def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value

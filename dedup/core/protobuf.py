@@ -251,7 +251,14 @@ class ProtobufReader:
     def _leaves(self, column: _Column, batch: _Batch) -> list[Leaf]:
         there = batch.there[column.slot]
         if column.is_refused:
-            return [Refused(column.type_name) if each else ABSENT for each in there.tolist()]
+            raws: list[Any] = batch.raws[column.slot].tolist()
+            if SCALARS.get(column.type_name, _SIZED) == _SIZED:
+                ends = batch.ends[column.slot].tolist()
+                raws = [batch.joined[start:end] for start, end in zip(raws, ends, strict=True)]
+            return [
+                Refused(column.type_name, raw) if each else ABSENT
+                for raw, each in zip(raws, there.tolist(), strict=True)
+            ]
         leaves: Sequence[Any]
         if self.texts[column.slot]:
             starts, ends = batch.raws[column.slot].tolist(), batch.ends[column.slot].tolist()
