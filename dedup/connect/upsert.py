@@ -94,7 +94,7 @@ class RowMaker:
         made = SinkRows()
         for source, columns in batches:
             found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-            records = zip(found.ids, found.times_ms, self._payloads(columns), strict=True)
+            records = zip(found.ids, found.times_ms, self.payloads(columns), strict=True)
             for at, (tracking_id, time_ms, payload) in enumerate(records):
                 fault = found.faults.get(at)
                 if fault is not None:
@@ -107,7 +107,7 @@ class RowMaker:
                     made.bad.append(RejectedRecord(source, columns, at, "wrong_type", payload))
         return made
 
-    def _payloads(self, columns: Columns) -> Iterable[Row | str]:
+    def payloads(self, columns: Columns) -> Iterable[Row | str]:
         """Return each record's values of the columns, or a sentence about a value of the wrong type."""
         if not self._columns:
             return zip(columns.keys, columns.values, strict=True)

@@ -23,7 +23,7 @@ from dedup.core.event_time import create_time_fault
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.errors import InvariantBroken, Problem, StateIncompatible, TopologyError
-from dedup.kafka.record_batch import FeedBatch
+from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import Header, TopicPartition
 from dedup.topology.model import Topology, extractor_of
 
@@ -218,6 +218,12 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
         return rows, []
     odd = np.array([_is_odd(name) for name in names])
     return rows, np.unique(np.repeat(np.arange(len(column)), sizes)[odd]).tolist()
+
+
+def payload_columns(batch: pa.RecordBatch) -> Columns:
+    """Return the keys, values, and headers of a batch as Kafka's columns, without offsets and timestamps."""
+    keys, values = binary_column(batch.column("key")), binary_column(batch.column("value"))
+    return Columns(keys=keys, values=values, headers=_headers_column(batch.column("headers"))[0])
 
 
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:

@@ -12,26 +12,32 @@ but the staging table remains.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import pyarrow as pa
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
+from dedup.connect.upsert import RowMaker
+from dedup.core.extract_one import Format
 from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
+from dedup.core.tracking_id import Path, format_path
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
-from dedup.spark.columns import identified
+from dedup.spark.columns import identified, payload_columns
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.session import described
 from dedup.spark.table_log import DeltaLog
-from dedup.topology.model import Topology
+from dedup.topology.model import SinkColumn, Topology
+from dedup.topology.schema import ColumnType
 from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
@@ -40,6 +46,15 @@ ORDER: Final = ("order_value", "order_partition", "order_offset")
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
+_MEMBERS: Final = "_dedup_members"
+_MEMBER_TYPES: Final[Mapping[type[t.DataType], ColumnType]] = {
+    **dict.fromkeys((t.StringType, t.DateType), "text"),
+    **dict.fromkeys((t.LongType, t.IntegerType, t.ShortType, t.ByteType), "integer"),
+    **dict.fromkeys((t.DoubleType, t.FloatType), "number"),
+    t.BooleanType: "boolean",
+    t.TimestampType: "time",
+}
+"""Maps each Spark type of a member to the type of a sink's column."""
 _MOST_BYTES: Final = (1 << 31) - 1
 
 
@@ -140,10 +155,6 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
         text = f"{order!r} is not event_time, offset or a column that --schema names"
         raise SettingsError([Problem("--order", text)])
-    if payload is not None and topology.source.is_memberwise:
-        fmt = topology.source.format
-        text = f"names members of JSON values, and the topology reads {fmt}; leave it out to keep values as bytes"
-        raise SettingsError([Problem("--schema", text)])
     known = identified(records, topology)
     reason, detail = fn.col("dedup_fault"), fn.col("dedup_detail")
     columns = [fn.col("key"), fn.col("value")]
@@ -152,9 +163,10 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         # silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
-        known = known.withColumn(
-            "_payload", fn.from_json(_json_of(topology.source.framing).cast("string"), asked, options)
-        )
+        value = _json_of(topology.source.framing).cast("string")
+        if topology.source.is_memberwise:
+            known, value = _with_members(known, topology, payload), fn.col(_MEMBERS)
+        known = known.withColumn("_payload", fn.from_json(value, asked, options))
         # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
         bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
@@ -185,6 +197,51 @@ def _json_of(framing: SchemaIdPlace | None) -> Column:
     if framing == "prefix":
         return behind
     return fn.when(fn.exists("headers", lambda header: header["key"] == HEADER), value).otherwise(behind)
+
+
+def _with_members(known: DataFrame, topology: Topology, payload: t.StructType) -> DataFrame:
+    """Append the members that ``payload`` names as JSON, which is null if a member has another type.
+
+    Raises SettingsError if ``payload`` has a type that no member of the topology's format can have.
+    """
+    members = list(_members(payload, topology.source.format))
+    schema = t.StructType([*known.schema.fields, t.StructField(_MEMBERS, t.StringType())])
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        maker = RowMaker(topology, members)
+        for batch in batches:
+            rows = maker.payloads(payload_columns(batch))
+            texts = [None if isinstance(row, str) else _json_text(payload, iter(row)) for row in rows]
+            yield pa.RecordBatch.from_arrays(
+                [*batch.columns, pa.array(texts, pa.string())], [*batch.schema.names, _MEMBERS]
+            )
+
+    return known.mapInArrow(run, schema)
+
+
+def _members(kind: t.DataType, fmt: Format, at: Path = ()) -> Iterator[SinkColumn]:
+    """Yield the members of a type, in the order in which `_json_text` takes their values."""
+    exact = fmt in {"avro", "cbor", "csv"}  # the formats with decimals
+    match kind:
+        case t.StructType():
+            for field in kind.fields:
+                yield from _members(field.dataType, fmt, (*at, field.name))
+        case t.DecimalType():
+            yield SinkColumn(format_path(at), at, "text" if exact else "number")
+        case _ if type(kind) in _MEMBER_TYPES:
+            yield SinkColumn(format_path(at), at, _MEMBER_TYPES[type(kind)])
+        case _:
+            text = f"{format_path(at)} {kind.simpleString()}: a value of format {fmt} has no member of this type"
+            raise SettingsError([Problem("--schema", f"{text}; name single members")])
+
+
+def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
+    """Return the JSON of a type's next members."""
+    if isinstance(kind, t.StructType):
+        inner = [f"{json.dumps(field.name)}:{_json_text(field.dataType, values)}" for field in kind.fields]
+        return f"{{{','.join(inner)}}}"
+    value = next(values)
+    return value if isinstance(kind, t.DecimalType) and isinstance(value, str) else json.dumps(value)
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 
+import fastavro
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
@@ -224,6 +228,58 @@ def test_framed_values_become_rows(spark, schema_id):
     read = {"auto": {0, 1}, "header": {1}, "prefix": {0}}[schema_id]
     assert {(row.order_offset, row.note) for row in found.rows.collect()} == {(at, "x") for at in read}
     assert {row.offset for row in found.rejected.collect()} == {0, 1, 2, 3} - read
+
+
+AVRO = """{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"},
+  {"name": "n", "type": "long"}, {"name": "delay", "type": ["null", "double"]}, {"name": "day", "type": {"type": "int",
+  "logicalType": "date"}}, {"name": "price", "type": {"type": "bytes", "logicalType": "decimal", "precision": 9,
+  "scale": 2}}, {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+  {"name": "to", "type": {"type": "record", "name": "To", "fields": [{"name": "city", "type": "string"}]}}]}"""
+AT = dt.datetime(2023, 11, 14, 22, 13, 20, 123456, tzinfo=dt.UTC)
+
+
+def of_format(fmt: str, source: str):
+    text = (
+        f"dedup: 1\nname: shop\nsource: {{topics: [orders], partitioned_by: tracking_id, format: {fmt}, {source}}}\n"
+        f"tracking_id: {{field: id}}\nguard_period: 1h\noutput: {{topic: orders.unique}}\n"
+    )
+    return parse(text, name="shop.yaml", read_file=lambda _: AVRO)
+
+
+def test_members_of_avro_values_become_columns(spark):
+    """Was: refused; only JSON values had columns."""
+    order = {
+        "id": "o1",
+        "n": 7,
+        "delay": 1.5,
+        "day": AT.date(),
+        "price": Decimal("12.30"),
+        "at": AT,
+        "to": {"city": "Ulm"},
+    }
+    target = io.BytesIO()
+    fastavro.schemaless_writer(target, fastavro.parse_schema(json.loads(AVRO)), order)
+    rows = [(b"k", each, None, 5, "orders.unique", 0, at) for at, each in enumerate([target.getvalue(), b"\xff"])]
+    schema = "id STRING, n LONG, delay DOUBLE, day DATE, price DECIMAL(9,2), at TIMESTAMP, to STRUCT<city: STRING>"
+    topology = of_format("avro", "schema_id: none, schema: o.avsc")
+    found = table_rows(records(spark, *rows), topology, schema=schema, order="n")
+    (row,) = found.rows.withColumn("at", fn.unix_micros("at")).collect()
+    assert (row.id, row.n, row.delay, row.day, row.price) == ("o1", 7, 1.5, AT.date(), Decimal("12.30"))
+    assert (row.at, row.to.city, row.order_value) == (int(AT.timestamp() * 1_000_000), "Ulm", 7)
+    assert [each.reason for each in found.rejected.collect()] == ["not_avro"]
+    # A member of another type rejects its record, as it does with JSON.
+    found = table_rows(records(spark, *rows[:1]), topology, schema="id LONG", order="event_time")
+    assert [each.reason for each in found.rejected.collect()] == ["schema_mismatch"]
+    with pytest.raises(SettingsError, match=r"--schema: to\.lines array<int>: a value of format avro has no member"):
+        table_rows(records(spark, *rows), topology, schema="to STRUCT<lines: ARRAY<INT>>", order="event_time")
+
+
+def test_csv_cells_become_columns(spark):
+    topology = of_format("csv", "columns: [id, n, price]")
+    rows = [(b"k", each, None, 5, "orders.unique", 0, at) for at, each in enumerate([b"o1,7,12.30\n", b"o2,x,\n"])]
+    found = table_rows(records(spark, *rows), topology, schema="id STRING, n INT, price DECIMAL(9,2)", order="offset")
+    assert [(row.id, row.n, row.price) for row in found.rows.collect()] == [("o1", 7, Decimal("12.30"))]
+    assert [each.reason for each in found.rejected.collect()] == ["schema_mismatch"]
 
 
 @pytest.mark.parametrize(
