@@ -541,7 +541,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
+        typer.Option(metavar="DDL", help="Columns to fill from the value. Default: the columns key and value."),
     ] = None,
     order: Annotated[
         str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, oldest first.")

@@ -145,7 +145,7 @@ class TableRows:
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Convert records (`columns.RECORDS`) to table rows.
 
-    ``schema`` is Spark DDL that lists the JSON members to turn into columns; a record is rejected if one of these
+    ``schema`` is Spark DDL that lists the members to turn into columns; a record is rejected if one of these
     members has another type. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value
     becomes a row whose payload columns are null. ``order`` determines which record is newer: `event_time`, a column of
     ``schema``, or `offset`. The order `offset` is correct only if all records with the same ID are in the same Kafka
