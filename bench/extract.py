@@ -22,7 +22,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.extract import compile_extractor
-from dedup.core.extract_one import Recipe, Schema, extract_one
+from dedup.core.extract_one import Recipe, extract_one
+from dedup.core.formats import Schema
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,

@@ -251,7 +251,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "not_cbor": _OTHER_FORMAT,
     "not_csv": "Compare `source.columns` and `source.delimiter` with what the producers send.",
     "not_avro": "Compare `source.schema` with the schema and the framing that the producers write.",
-    "wrong_magic_byte": "The producers do not frame values: compare `source.format` with what they send.",
+    "wrong_magic_byte": "The producers do not frame values or keys: compare `source` with what they send.",
     "schema_id_missing": "Compare `source.schema_id` with what the producers send.",
     "future_time": "Compare the clocks of this machine and of the producers.",
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",

@@ -27,6 +27,7 @@ from dedup.core.tracking_id import (
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    KeyFieldRule,
     KeyRule,
     PartsRule,
     RawContentRule,
@@ -174,8 +175,8 @@ def _identified(
             return document, headers
         case FirstOfRule(alternatives):
             return _identified(alternatives[0], document, text)
-        case CodeRule():
-            raise InvariantBroken("no records can be made for an ID function, and `dedup chaos` has not refused it.")
+        case CodeRule() | KeyFieldRule():
+            raise InvariantBroken("no records can be made for this ID, and `dedup chaos` has not refused it.")
         case never:
             assert_never(never)
 

@@ -539,7 +539,8 @@ def export_schemas(
     If `schema_registry.directory` names this directory, every command looks for schemas there before it asks the
     registry. Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The
     command exports the schemas of the subject `source.subject` or, if that is not set, of the subject TOPIC-value for
-    each source topic. Files of earlier exports are kept.
+    each source topic. If keys contain schema IDs, it also exports those of `source.key_subject` or TOPIC-key. Files of
+    earlier exports are kept.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 
@@ -548,7 +549,7 @@ def export_schemas(
     from dedup.kafka.schema_registry import SchemaRegistry
 
     parsed, settings = read_topology(topology), read_settings(config, overrides)
-    if not parsed.source.names_schemas:
+    if not parsed.source.needs_registry:
         text = "does not name the schemas of its values (`source.format: avro` or `protobuf`); there is none to export"
         raise SettingsError([Problem(str(topology), text)])
     if settings.schema_registry.url is None:
@@ -557,11 +558,13 @@ def export_schemas(
     registry = SchemaRegistry.of(settings.schema_registry.model_copy(update={"directory": None}))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        counts = {subject: registry.export(subject, directory) for subject in parsed.source.subjects}
+        subjects = (*parsed.source.subjects, *parsed.source.key_subjects)
+        counts = {subject: registry.export(subject, directory) for subject in subjects}
     except OSError as error:
         raise SettingsError([Problem(str(directory), f"cannot be written: {error.strerror}")]) from error
     for subject, count in counts.items():
         typer.echo(f"{subject}: {count} version{'' if count == 1 else 's'}")
     if not all(counts.values()):
-        text = "is not in the schema registry; name the right one (`source.subject`), or register its schemas"
+        text = "is not in the schema registry; name the right one (`source.subject`; for keys, `source.key_subject`)"
+        text += ", or register its schemas"
         raise SettingsError([Problem(subject, text) for subject, count in counts.items() if not count])

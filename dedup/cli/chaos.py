@@ -121,7 +121,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
 
 def _refuse_untestable(file: Path, topology: Topology) -> None:
-    from dedup.core.tracking_id import code_rules
+    from dedup.core.tracking_id import code_rules, key_paths
 
     if topology.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
@@ -131,6 +131,11 @@ def _refuse_untestable(file: Path, topology: Topology) -> None:
         raise SettingsError([Problem(str(file), text)])
     if code_rules(topology.tracking_id.rule):
         text = "dedup chaos cannot make records for an ID function; test a copy whose tracking_id names a field"
+        raise SettingsError([Problem(str(file), text)])
+    if key_paths(topology.tracking_id.rule):
+        text = (
+            "dedup chaos makes no keys with members; test a copy whose tracking_id names a field instead of key: PATH"
+        )
         raise SettingsError([Problem(str(file), text)])
     if topology.source.is_memberwise:
         text = (

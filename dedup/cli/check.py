@@ -74,7 +74,7 @@ def check(
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
     the command also compares the cluster's topics with those that each topology needs. If the source's values contain
     schema IDs, --broker also compares the members that a topology names with each source topic's newest schema in the
-    schema registry (subject `source.subject` or TOPIC-value).
+    schema registry (subject `source.subject` or TOPIC-value; for members of keys, `source.key_subject` or TOPIC-key).
 
     By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
     and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two
@@ -306,15 +306,16 @@ def try_records(
 
     FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition.
     With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
-    binary formats such as Avro, write "value_base64" instead of "value". With `source.format: json_schema`, the command
-    adds the framing to each JSON value; with `source.format: csv`, each line is a row.
+    binary formats such as Avro, write "value_base64" instead of "value", and "key_base64" instead of "key". With
+    `source.format: json_schema`, the command adds the framing to each JSON value (with `source.key_format:
+    json_schema`, to each key); with `source.format: csv`, each line is a row.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
-    if parsed.source.names_schemas:
+    if parsed.source.needs_registry:
         from dedup.kafka.schema_registry import asking
 
         parsed = asking(parsed, read_settings(config))

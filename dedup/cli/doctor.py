@@ -117,7 +117,7 @@ def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None
     from dedup.kafka.schema_registry import SchemaRegistry
 
     section = settings.schema_registry
-    if section.url is None and section.directory is None and (topology is None or not topology.source.names_schemas):
+    if section.url is None and section.directory is None and (topology is None or not topology.source.needs_registry):
         return None, []
     try:
         return SchemaRegistry.of(section).kind(), []

@@ -71,7 +71,7 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
     """Return a topology and the settings. Raises TopologyError or SettingsError if a file is invalid."""
     parsed, settings = read_topology(topology), read_settings(config, overrides)
-    if parsed.source.names_schemas:
+    if parsed.source.needs_registry:
         from dedup.kafka.schema_registry import asking
 
         parsed = asking(parsed, settings)

@@ -104,7 +104,7 @@ def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topol
     topology = read_topology(path)
     if topology.then is not None:
         raise SettingsError([Problem("then", "no Spark job runs a flow; use `dedup run` and `dedup verify`")])
-    if topology.source.names_schemas:
+    if topology.source.needs_registry:
         from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
 
         topology = asking(topology, read_settings(config, overrides), patience_s=TASK_PATIENCE_S)
@@ -120,6 +120,15 @@ def _fit_for(topology: Topology, fmt: InputFormat | None, *, rows_are_events: bo
     option = "--rows-are-events" if rows_are_events else f"--format {fmt}"
     if topology.by_arrival and (rows_are_events or fmt in {"json", "json-records"}):
         text = "has no column `timestampType`, which `event_time: arrival` needs; read Parquet files or a table with it"
+        raise SettingsError([Problem(option, text)])
+    keys = topology.source.key_format
+    if keys != "bytes" and (rows_are_events or fmt == "json"):
+        text = f"has no keys, and the tracking ID is a member of the key (`source.key_format: {keys}`); read records"
+        raise SettingsError([Problem(option, text)])
+    if keys not in {"bytes", "json"} and fmt == "json-records":
+        text = (
+            f"has keys that are text, not `source.key_format: {keys}`; read Parquet files or a table with their bytes"
+        )
         raise SettingsError([Problem(option, text)])
     match topology.source.format:
         case "json_schema" if rows_are_events or fmt == "json":

@@ -11,7 +11,7 @@ import msgspec
 
 from dedup.core.extract import Extractor
 from dedup.core.fold import Outcome, Rows, Sightings, fold
-from dedup.core.framing import HEADER, framed
+from dedup.core.framing import HEADER, KEY_HEADER, framed
 from dedup.core.window import Feed, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
 from dedup.quantities import format_duration, instant
@@ -66,13 +66,14 @@ class _Envelope(msgspec.Struct):
     timestamp: int | None = None
     value_base64: bytes | None = None
     """The bytes of the value, which msgspec decodes from base64."""
+    key_base64: bytes | None = None
 
     def record(self, source: SourceSpec) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...]]:
         """Return the record's key, value, and headers.
 
-        Raises ValueError if the envelope contains two values, or text for a binary source.
+        Raises ValueError if the envelope contains two values or keys, or text for a binary format.
         """
-        key = None if self.key is None else self.key.encode()
+        key = self._key(source)
         headers = tuple((header, content.encode()) for header, content in self.headers.items())
         value = bytes(self.value)
         if self.value_base64 is not None:
@@ -89,6 +90,20 @@ class _Envelope(msgspec.Struct):
             return key, value, headers
         value, added = framed(source.framing, value)
         return key, value, (*headers, *added)
+
+    def _key(self, source: SourceSpec) -> bytes | None:
+        """Return the record's key, framed like the topology's keys unless it is in base64 or its header is there."""
+        if self.key_base64 is not None:
+            if self.key is not None:
+                raise ValueError("it has both key and key_base64")
+            return self.key_base64
+        if self.key is None:
+            return None
+        if source.key_format not in {"bytes", "json", "json_schema"}:
+            raise ValueError(f"the topology reads keys of format {source.key_format}, so the key must be key_base64")
+        if source.key_format == "json_schema" and KEY_HEADER not in self.headers:
+            return framed("prefix", self.key.encode())[0]
+        return self.key.encode()
 
 
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:

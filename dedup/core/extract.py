@@ -27,15 +27,12 @@ from dedup.core.event_time import EventTime, FieldTime, rfc3339_column_ms, typed
 from dedup.core.exact_json import Unreadable, content_of
 from dedup.core.extract_one import (
     FOUND_BEFORE,
-    MEMBERWISE,
     NO_ALTERNATIVE,
     Fault,
     FaultKind,
-    Format,
     Headers,
     One,
     Recipe,
-    Schema,
     call_function,
     content_digest,
     encode_scalar,
@@ -49,8 +46,10 @@ from dedup.core.extract_one import (
     reader_for,
     value_digest,
 )
-from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payloads_of, refs_of, rows_by_ref
+from dedup.core.formats import MEMBERWISE, Format, Schema
+from dedup.core.framing import SchemaBook, SchemaRef, payloads_of, refs_of, rows_by_ref
 from dedup.core.json_columns import compile_columns
+from dedup.core.key_members import KeyColumns
 from dedup.core.odd_rows import NotInColumns, Pieces, at_rows, in_order, in_pieces, of_other_types, ordered
 from dedup.core.tracking_id import (
     CONTENT,
@@ -61,6 +60,7 @@ from dedup.core.tracking_id import (
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    KeyFieldRule,
     KeyRule,
     Normalizing,
     PartsRule,
@@ -69,6 +69,7 @@ from dedup.core.tracking_id import (
     StateKey,
     TrackingId,
     alternatives_of,
+    key_paths,
     member_paths,
     normalizer,
     state_key,
@@ -117,20 +118,27 @@ def compile_extractor(
     fmt: Format,
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
-    schema_id: SchemaIdPlace = "auto",
     schema: Schema = "",
 ) -> Extractor:
+    """Return the extractor for rules that read no member of the key. Raises the same errors as `extractor_for`."""
+    return extractor_for(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema=schema))
+
+
+def extractor_for(recipe: Recipe) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
-    canonical = any(isinstance(each, ContentRule) for each in alternatives_of(tracking_id.rule))
-    if fmt in MEMBERWISE and (canonical or fingerprint_exclude):
+    rule, fmt = recipe.tracking_id.rule, recipe.fmt
+    canonical = any(isinstance(each, ContentRule) for each in alternatives_of(rule))
+    if fmt in MEMBERWISE and (canonical or recipe.fingerprint_exclude):
         raise ValueError(f"format {fmt} has no canonical content; use fields, the key, a header or content: true as ID")
-    if fmt == "bytes" and (canonical or member_paths(tracking_id.rule)):
+    if fmt == "bytes" and (canonical or member_paths(rule)):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
-    if fmt == "bytes" and isinstance(event_time, FieldTime):
+    if fmt == "bytes" and isinstance(recipe.event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
-    if tracking_id.rule in {FieldsRule(()), PartsRule(())}:
+    if rule in {FieldsRule(()), PartsRule(())}:
         raise ValueError("fields or parts is empty; name at least one")
-    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema_id, schema))
+    if key_paths(rule) and recipe.keys is None:
+        raise ValueError("a member of the key is part of the ID; name the format of keys")
+    return Extractor(recipe)
 
 
 class _Batch(NamedTuple):
@@ -158,7 +166,10 @@ class Extractor:
         time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
         is_json = recipe.fmt in {"json", "json_schema"}
         self._json: Final = compile_columns(paths, time) if is_json else None
-        self._columnar: Final = self._json is not None if is_json else True
+        inside, zeros = key_paths(rule), recipe.tracking_id.zeros
+        self._inside: Final = KeyColumns(recipe.keys, inside, zeros=zeros) if recipe.keys and inside else None
+        in_columns = self._json is not None if is_json else True
+        self._columnar: Final = in_columns and (self._inside is None or self._inside.columnar)
         steps = recipe.tracking_id.normalize
         parts = rule.parts if isinstance(rule, PartsRule) else rule.paths if isinstance(rule, FieldsRule) else ()
         self._memos: Final = [PartMemo(steps) for _ in parts]
@@ -371,11 +382,17 @@ class Extractor:
         """Return the rows in which a part of the ID is missing or empty."""
         odd = {row for column in columns if "" in column for row, leaf in enumerate(column) if leaf == ""}
         rule = self.recipe.tracking_id.rule
+        for column in self._key_members(batch):
+            odd.update(row for row, leaf in enumerate(column) if leaf == "")
         rules = [part.rule for part in rule.parts] if isinstance(rule, PartsRule) else [rule]
         for each in rules:
             if isinstance(each, KeyRule | HeaderRule):
-                odd.update(row for row, value in enumerate(_column(each, batch, iter(()))) if not value)
+                odd.update(row for row, value in enumerate(_column(each, batch, iter(()), iter(()))) if not value)
         return odd
+
+    def _key_members(self, batch: _Batch) -> list[list[str | int]]:
+        """Return the columns of the key's members, if any. Raises NotInColumns for rows that need `extract_one`."""
+        return [] if self._inside is None else self._inside(batch.keys, batch.headers)
 
     def _of_usual(self, batch: _Batch, values: Sequence[bytes], columns: list[Any]) -> Extracted:
         """Return the results for values whose members were read. Raises NotInColumns for rows that need `of_leaves`."""
@@ -397,6 +414,9 @@ class Extractor:
         match self.recipe.tracking_id.rule:
             case KeyRule():
                 return self._bytes(batch.keys)
+            case KeyFieldRule():
+                (column,) = self._key_members(batch)
+                return self._scalars(column)
             case HeaderRule(name):
                 return self._bytes([_only(row, name) for row in batch.headers])
             case FieldRule():
@@ -405,8 +425,8 @@ class Extractor:
             case FieldsRule():
                 return kept_if(composite_ids(members, self._memos))
             case PartsRule(parts):
-                left = iter(members)
-                columns = [_column(part.rule, batch, left) for part in parts]
+                left, inside = iter(members), iter(self._key_members(batch))
+                columns = [_column(part.rule, batch, left, inside) for part in parts]
                 ids = None if any(None in column for column in columns) else composite_ids(columns, self._memos)
                 return kept_if(ids)
             case RawContentRule():
@@ -455,10 +475,17 @@ def _content(payload: bytes, exclude: tuple[Path, ...]) -> bytes | None:
         return None
 
 
-def _column(rule: KeyRule | HeaderRule | FieldRule, batch: _Batch, members: Iterator[list[str | int]]) -> Sequence[Any]:
+def _column(
+    rule: KeyRule | KeyFieldRule | HeaderRule | FieldRule,
+    batch: _Batch,
+    members: Iterator[list[str | int]],
+    inside: Iterator[list[str | int]],
+) -> Sequence[Any]:
     match rule:
         case KeyRule():
             return batch.keys
+        case KeyFieldRule():
+            return next(inside)
         case HeaderRule(name):
             return [_only(row, name) for row in batch.headers]
         case FieldRule():

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
-from typing import Final, Literal, assert_never
+from typing import Final, assert_never
 from uuid import UUID
 
-from dedup.core import avro, exact_json, protobuf
+from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
-from dedup.core.cbor import cbor_reader
-from dedup.core.csv_row import CsvLayout, csv_reader
+from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_ms, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
@@ -32,11 +30,10 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
-from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, indexes_of, named, payload_of, schema_of, split
-from dedup.core.member_reader import INVALID_TIMESTAMP, MemberReader
-from dedup.core.message_pack import message_pack_reader
-from dedup.core.proto_schema import Message, parse_proto
-from dedup.core.protobuf import ProtobufReader, protobuf_reader
+from dedup.core.formats import MEMBERWISE, Format, Reader, Schema, reader_of
+from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payload_of, split
+from dedup.core.key_members import KeyFormat, read_key
+from dedup.core.member_reader import INVALID_TIMESTAMP
 from dedup.core.tracking_id import (
     CodeRule,
     ContentRule,
@@ -45,6 +42,7 @@ from dedup.core.tracking_id import (
     FirstOfRule,
     HeaderRule,
     IdFunction,
+    KeyFieldRule,
     KeyRule,
     Part,
     PartsRule,
@@ -54,27 +52,17 @@ from dedup.core.tracking_id import (
     TrackingId,
     alternatives_of,
     format_path,
+    key_paths,
     member_paths,
     normalizer,
     state_key,
 )
 from dedup.errors import InvariantBroken, Terminated
 
-Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
-TYPED: Final = frozenset[Format]({"avro", "protobuf"})
-"""The formats whose values can be read only with their schema."""
-MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
-"""The formats whose values are never decoded as a whole, so payloads are compared as bytes."""
 Headers = Sequence[tuple[str, bytes | None]]
-
-Schema = str | SchemaBook | CsvLayout
-"""A schema, the schemas of a registry, or the columns of CSV values."""
-Reader = AvroReader | ProtobufReader | MemberReader
 
 _FRACTION: Final = re.compile(r"\.(\d+)")
 _FINGERPRINT_BYTES: Final = 8
-SCHEMA_UNKNOWN: Final = "schema_unknown"
-"""The fault code for a record whose schema the registry did not know when the record was judged."""
 _LACKING: Final = {"id_missing": encoding.ABSENT, "id_null": encoding.NULL, "id_empty": encoding.TEXT}
 """Maps the fault code of a part without a value to the canonical bytes that stand for the part."""
 _CONTAINERS: Final = ("record", "array", "map", "message")
@@ -134,6 +122,8 @@ class Recipe:
     """The place of a value's schema ID, if the format has schema IDs."""
     schema: Schema = ""
     """For Avro and Protobuf, the schema of all values or the schemas that framings refer to; for CSV, the columns."""
+    keys: KeyFormat | None = None
+    """The format of keys, which is required if members of keys are part of the ID."""
 
     @property
     def indexed(self) -> bool:
@@ -163,6 +153,8 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
     match recipe.tracking_id.rule:
         case KeyRule():
             return bool(key)
+        case KeyFieldRule():
+            return key is not None
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
         case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
@@ -195,7 +187,8 @@ def extract_one(
     If a record has several faults, the first one in this order is returned: TOMBSTONE, UNREADABLE, MISSING_ID,
     BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes from the key
     or a header, MISSING_ID takes precedence over TOMBSTONE. A value without the expected format is UNREADABLE even if
-    neither the ID nor the event time comes from the value.
+    neither the ID nor the event time comes from the value. A key is read only if the ID has a member of it, after the
+    value.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -212,7 +205,7 @@ def extract_one(
         content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
         found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
         members = (look_up(content, path) for path in member_paths(rule))
-        canonical = _canonical_id(recipe.tracking_id, key, value, headers, content, members)
+        canonical = _canonical_id(recipe, key, value, headers, content, members)
         time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, payload, content))
     except NotJudged as refused:
@@ -238,46 +231,7 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
     """Return the reader for values with a given schema ID. Raises Unreadable if the schema is unknown or unusable."""
     time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
     paths = member_paths(recipe.tracking_id.rule)
-    if recipe.fmt == "msgpack":
-        return message_pack_reader(paths, time)
-    if recipe.fmt == "cbor":
-        return cbor_reader(paths, time)
-    if isinstance(recipe.schema, CsvLayout):
-        return csv_reader(recipe.schema, paths, time)
-    text = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[schema_of(ref)]
-    if text is None:
-        raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
-    try:
-        if recipe.fmt == "protobuf":
-            return protobuf_reader(text, indexes_of(ref), paths, time, zeros=recipe.tracking_id.zeros)
-        return avro_reader(text, paths, time)
-    except SchemaRefused as refused:
-        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {refused}") from None
-
-
-def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
-    """Return the non-null types that the member at a path can have, each mapped to True if the type is unusable.
-
-    A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
-    values have the schema's first message type. Raises SchemaRefused if the schema is invalid.
-    """
-    if fmt == "protobuf":
-        names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
-        return {name: protobuf.is_refused(name, time) for name in names if name is not None}
-    nodes = avro.nodes_at(avro.parse_schema(schema), path)
-    return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
-
-
-def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
-    """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
-    if fmt == "protobuf":
-        return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
-    holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
-    return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
-
-
-def _messages(schema: str, *, first: bool) -> list[Message]:
-    return [each for each in parse_proto(schema).nested[: 1 if first else None] if each is not None]
+    return reader_of(recipe.fmt, recipe.schema, ref, paths, time, zeros=recipe.tracking_id.zeros)
 
 
 def of_leaves(
@@ -289,7 +243,7 @@ def of_leaves(
     """
     time = recipe.event_time
     try:
-        canonical = _canonical_id(recipe.tracking_id, key, value, headers, ABSENT, leaves)
+        canonical = _canonical_id(recipe, key, value, headers, ABSENT, leaves)
         if isinstance(time, FieldTime):
             if leaves[-1] == INVALID_TIMESTAMP and time.unit == "timestamp":
                 raise BadTime("time_unparsable", f"the event time at {format_path(time.path)} is an invalid timestamp")
@@ -313,32 +267,32 @@ def fault_of(refused: NotJudged) -> Fault:
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
     if encoding.needs_value(recipe.tracking_id.rule):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
-    canonical = _canonical_id(recipe.tracking_id, key, None, headers, ABSENT, ())
+    canonical = _canonical_id(recipe, key, None, headers, ABSENT, ())
     if isinstance(recipe.event_time, FieldTime):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time is read from it")
     return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
 
 
 def _canonical_id(
-    tracking_id: TrackingId,
+    recipe: Recipe,
     key: bytes | None,
     value: bytes | None,
     headers: Headers,
     content: JsonValue | Absent,
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
-    """Return the canonical bytes of an ID, given the members at the rule's paths in path order."""
+    """Return the canonical bytes of an ID, given the members of the value at the rule's paths in path order."""
+    tracking_id = recipe.tracking_id
+    inside = _inside_key(recipe, key, headers)
     match tracking_id.rule:
-        case KeyRule():
-            return _of_bytes(key, tracking_id, "the record's key")
-        case HeaderRule(name):
-            return _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
+        case KeyRule() | KeyFieldRule() | HeaderRule() as rule:
+            return _of_outside(rule, tracking_id, key, headers, inside, _of_field)
         case FieldRule(path):
             return _of_fields((path,), tracking_id, members)[0]
         case FieldsRule(paths):
             return encoding.encode_composite(_of_fields(paths, tracking_id, members))
         case PartsRule(parts):
-            return _of_parts(parts, tracking_id, key, headers, members)
+            return _of_parts(parts, tracking_id, key, headers, inside, members)
         case ContentRule(exclude):
             return _of_content(content, exclude)
         case RawContentRule():
@@ -347,6 +301,36 @@ def _canonical_id(
             return _of_returned(call_function(rule.load(), rule.name, key, value, headers), tracking_id, rule)
         case FirstOfRule():
             raise InvariantBroken("an ID with alternatives is extracted with the recipe of one alternative at a time.")
+
+
+def _inside_key(recipe: Recipe, key: bytes | None, headers: Headers) -> Iterator[JsonValue | Absent | Leaf]:
+    """Return the members of the key that the ID is made of, in path order. A null key has no members."""
+    paths = key_paths(recipe.tracking_id.rule)
+    if not paths or key is None:
+        return iter(())
+    if recipe.keys is None:
+        raise InvariantBroken("a member of the key is part of the ID, and the format of keys is not known.")
+    return iter(read_key(recipe.keys, paths, key, headers, zeros=recipe.tracking_id.zeros))
+
+
+def _of_outside(
+    rule: KeyRule | KeyFieldRule | HeaderRule,
+    tracking_id: TrackingId,
+    key: bytes | None,
+    headers: Headers,
+    inside: Iterator[JsonValue | Absent | Leaf],
+    of_member: Callable[[JsonValue | Leaf, TrackingId, str], bytes],
+) -> bytes:
+    """Return the canonical bytes of an ID, or of its part, that is not read from the value."""
+    match rule:
+        case KeyFieldRule(path) if key is not None:
+            return of_member(next(inside), tracking_id, f"{format_path(path)} of the record's key")
+        case KeyRule() | KeyFieldRule():
+            return _of_bytes(key, tracking_id, "the record's key")
+        case HeaderRule(name):
+            return _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
+        case never:
+            assert_never(never)
 
 
 def _of_raw(value: bytes | None) -> bytes:
@@ -519,6 +503,7 @@ def _of_parts(
     tracking_id: TrackingId,
     key: bytes | None,
     headers: Headers,
+    inside: Iterator[JsonValue | Absent | Leaf],
     members: Iterable[JsonValue | Leaf],
 ) -> bytes:
     found, present, left = list[bytes](), False, iter(members)
@@ -526,14 +511,10 @@ def _of_parts(
     for part in parts:
         try:
             match part.rule:
-                case KeyRule():
-                    one = _of_bytes(key, tracking_id, "the record's key")
-                case HeaderRule(name):
-                    one = _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
                 case FieldRule(path):
                     one = _of_part(next(left), tracking_id, format_path(path))
-                case never:
-                    assert_never(never)
+                case rule:
+                    one = _of_outside(rule, tracking_id, key, headers, inside, _of_part)
             present = True
         except _MissingId as lacking:
             one = _LACKING.get(lacking.code, b"") if part.absent_is_value else b""

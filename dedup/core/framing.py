@@ -1,7 +1,8 @@
 """Separates a value's payload from the framing that a schema registry's serializers add to identify the schema.
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
-byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. With Protobuf
+byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. The framing of
+a record's key has the same form, with the header `KEY_HEADER`. With Protobuf
 (``indexed``), the schema ID is followed by message indexes, which identify a message type of the schema. Source:
 `dual_schema_id_deserializer` and `SchemaId` in confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
 """
@@ -22,6 +23,7 @@ SchemaIdPlace = Literal["auto", "header", "prefix"]
 """The place of a schema ID. With auto, the ID is in the header if the record has one, and otherwise in the prefix."""
 
 HEADER: Final = "__value_schema_id"
+KEY_HEADER: Final = "__key_schema_id"
 PREFIX_BYTES: Final = 5
 _ID_BYTES: Final = {b"\0": PREFIX_BYTES, b"\1": 17}
 """Maps the first byte of a schema ID to the ID's length. A GUID (byte 1) occurs only in headers."""
@@ -104,25 +106,30 @@ class SchemaBook(dict[SchemaRef, str | None]):
         return found
 
 
-def payload_of(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False) -> bytes:
+def payload_of(
+    place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False, header: str = HEADER
+) -> bytes:
     """Return the payload of a value. Raises Unreadable if the framing of the value is missing or damaged."""
-    return split(place, value, headers, indexed=indexed)[1]
+    return split(place, value, headers, indexed=indexed, header=header)[1]
 
 
-def split(place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False) -> tuple[SchemaRef, bytes]:
+def split(
+    place: SchemaIdPlace, value: bytes, headers: _Headers, *, indexed: bool = False, header: str = HEADER
+) -> tuple[SchemaRef, bytes]:
     """Return the schema ID and the payload of a value. Raises Unreadable if the framing is missing or damaged.
 
-    If ``indexed`` is true, message indexes follow the schema ID.
+    If ``indexed`` is true, message indexes follow the schema ID. ``header`` is the name of the header that may contain
+    the schema ID.
     """
-    ids = [content for name, content in headers if name == HEADER] if place != "prefix" else []
+    ids = [content for name, content in headers if name == header] if place != "prefix" else []
     if len(ids) > 1:
-        raise Unreadable("repeated_header", f"the header {HEADER} occurs {len(ids)} times")
+        raise Unreadable("repeated_header", f"the header {header} occurs {len(ids)} times")
     if ids:
         if not _is_id(ids[0], indexed=indexed):
-            raise Unreadable("bad_schema_id", f"the header {HEADER} holds neither a schema id nor a schema GUID")
+            raise Unreadable("bad_schema_id", f"the header {header} holds neither a schema id nor a schema GUID")
         return ids[0] or b"", value
     if place == "header":
-        raise Unreadable("schema_id_missing", f"the header {HEADER} is missing")
+        raise Unreadable("schema_id_missing", f"the header {header} is missing")
     if value[:1] not in {b"", b"\0"}:
         raise with_foreign_format(value, "wrong_magic_byte", "the value has no framing, which begins with byte 0")
     if len(value) < PREFIX_BYTES:
@@ -158,10 +165,15 @@ def _zigzag(text: bytes, at: int, most: int) -> tuple[int, int]:
 
 
 def refs_of(
-    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
+    place: SchemaIdPlace,
+    values: Sequence[bytes | None],
+    headers: Sequence[_Headers],
+    *,
+    indexed: bool = False,
+    header: str = HEADER,
 ) -> list[SchemaRef | None]:
     """Return the schema ID of each value, with None for null values and for values whose framing is damaged."""
-    return _parts_of(0, place, values, headers, indexed=indexed)
+    return _parts_of(0, place, values, headers, indexed=indexed, header=header)
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
@@ -173,10 +185,15 @@ def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
 
 
 def payloads_of(
-    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool = False
+    place: SchemaIdPlace,
+    values: Sequence[bytes | None],
+    headers: Sequence[_Headers],
+    *,
+    indexed: bool = False,
+    header: str = HEADER,
 ) -> list[bytes | None]:
     """Return the payload of each value, with None for null values and for values whose framing is damaged."""
-    return _parts_of(1, place, values, headers, indexed=indexed)
+    return _parts_of(1, place, values, headers, indexed=indexed, header=header)
 
 
 def _parts_of(
@@ -186,24 +203,27 @@ def _parts_of(
     headers: Sequence[_Headers],
     *,
     indexed: bool,
+    header: str,
 ) -> list[bytes | None]:
     """Return each value's schema ID (part 0) or payload (part 1), or None for a null value or a damaged framing."""
-    size = _head(place, values, headers, indexed=indexed)
+    size = _head(place, values, headers, indexed=indexed, header=header)
     if size:
         cut = slice(size, None) if part else slice(0, size)
         return list(map(itemgetter(cut), cast("Sequence[bytes]", values)))
     found: list[bytes | None] = []
     for value, row in zip(values, headers, strict=True):
         try:
-            found.append(None if value is None else split(place, value, row, indexed=indexed)[part])
+            found.append(None if value is None else split(place, value, row, indexed=indexed, header=header)[part])
         except Unreadable:
             found.append(None)
     return found
 
 
-def _head(place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool) -> int:
+def _head(
+    place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool, header: str
+) -> int:
     """Return the length of the framing before each payload, or 0 if the lengths differ or a framing may be damaged."""
-    if place == "header" or (place == "auto" and HEADER in map(_name, chain.from_iterable(headers))):
+    if place == "header" or (place == "auto" and header in map(_name, chain.from_iterable(headers))):
         return 0
     if not values or None in values:
         return 0

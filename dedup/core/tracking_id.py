@@ -145,6 +145,13 @@ class KeyRule:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyFieldRule:
+    """The rule that one member of a record's key is the ID."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class HeaderRule:
     """The rule that the value of one header, which must occur only once, is the ID."""
 
@@ -167,9 +174,9 @@ class FieldsRule:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of an ID: the record's key, a header, or a member of the value."""
+    """One part of an ID: the record's key, a member of the key, a header, or a member of the value."""
 
-    rule: KeyRule | HeaderRule | FieldRule
+    rule: KeyRule | KeyFieldRule | HeaderRule | FieldRule
     absent_is_value: bool = False
     """True if a part that is absent, null, or empty is compared like a value, instead of making the ID unusable."""
 
@@ -226,7 +233,9 @@ class StateKey(bytes):
     __slots__ = ()
 
 
-Alternative = KeyRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule | CodeRule
+Alternative = (
+    KeyRule | KeyFieldRule | HeaderRule | FieldRule | FieldsRule | PartsRule | ContentRule | RawContentRule | CodeRule
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +262,21 @@ def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
     return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
 
 
+def key_paths(rule: Rule) -> tuple[Path, ...]:
+    """Return the paths of the members of the key that the ID is made of, in the order of the rule."""
+    match rule:
+        case FirstOfRule(alternatives):
+            return tuple(dict.fromkeys(path for each in alternatives for path in key_paths(each)))
+        case KeyFieldRule(path):
+            return (path,)
+        case PartsRule(parts):
+            return tuple(part.rule.path for part in parts if isinstance(part.rule, KeyFieldRule))
+        case _:
+            return ()
+
+
 def member_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members that form the ID, or an empty tuple if the ID is not made of single members."""
+    """Return the paths of the members of the value that the ID is made of, in the order of the rule."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
@@ -276,7 +298,10 @@ def needs_value(rule: Rule) -> bool:
 
 
 def has_key(rule: Rule) -> bool:
-    """Return whether records with equal IDs always have equal keys, provided that IDs are not normalized."""
+    """Return whether records with equal IDs always have equal keys, provided that IDs are not normalized.
+
+    Keys with an equal member may differ, even only in the schema ID of their framing.
+    """
     return all(
         isinstance(each, KeyRule) or (isinstance(each, PartsRule) and Part(KeyRule()) in each.parts)
         for each in alternatives_of(rule)

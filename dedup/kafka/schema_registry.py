@@ -28,7 +28,7 @@ from dedup.core.framing import SchemaBook, SchemaRef, named, ref_named, schema_o
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka.outage_lines import WAITING
 from dedup.settings import RegistrySection, Settings
-from dedup.topology.lint import Finding, schema_findings, warning
+from dedup.topology.lint import Finding, key_schema_findings, schema_findings, warning
 from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
@@ -101,7 +101,9 @@ class SchemaRegistry:
         Raises SettingsError if there is neither a URL nor a directory of schemas, or if a file cannot be read.
         """
         if section.url is None and section.directory is None:
-            text = "is missing, and the topology reads values whose framing names their schema; write its address"
+            text = (
+                "is missing, and the topology reads values or keys whose framing names their schema; write its address"
+            )
             raise SettingsError([Problem("schema_registry.url", text)])
         headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json"}
         password = "" if section.password is None else section.password.get_secret_value()
@@ -400,7 +402,7 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
     `schema_wait` allows. A topology that needs no registry is returned unchanged. Raises SettingsError if a registry is
     needed but the settings name neither a registry nor a directory of exported schemas.
     """
-    if not topology.source.names_schemas:
+    if not topology.source.needs_registry:
         return topology
     registry = SchemaRegistry.of(settings.schema_registry)
     unknown_s = settings.schema_registry.schema_wait_ms / 1000 if patience_s else 0.0
@@ -410,20 +412,23 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     """Check a topology against the newest schemas of its source topics, and return the findings.
 
-    If the topology's values do not name their schemas, there are no findings. Raises SettingsError if the settings name
+    If neither values nor keys name their schemas, there are no findings. Raises SettingsError if the settings name
     neither a registry nor a directory of exported schemas, or RegistryUnavailable if the registry does not respond.
     """
     findings: list[Finding] = []
-    if topology.source.names_schemas:
+    if topology.source.needs_registry:
         registry = SchemaRegistry.of(settings.schema_registry)
         if registry.url is None:
             said = "no schema registry was asked (`schema_registry.url`), so the types of members were not checked."
             return [warning("schema_not_found", said)]
-        for subject in topology.source.subjects:
+        source = topology.source
+        named = [(subject, schema_findings) for subject in source.subjects]
+        named += [(subject, key_schema_findings) for subject in source.key_subjects]
+        for subject, findings_of in named:
             text = registry.latest(subject)
             if text is None:
                 said = f"the schema registry has no subject {subject}, so the types of members were not checked."
                 findings.append(warning("schema_not_found", said))
             else:
-                findings += schema_findings(topology, text, subject)
+                findings += findings_of(topology, text, subject)
     return findings

@@ -22,7 +22,8 @@ from typing import Final, cast
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as fn
 
-from dedup.core.extract_one import ODD_HEADER_NAME, SCHEMA_UNKNOWN
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.errors import StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
@@ -108,7 +109,7 @@ def _refuse_deleted_schemas(cut: AuditCut, rows: DataFrame) -> None:
     """Raise StateIncompatible if the registry does not know a record's schema and the record is not in the dead-letter
     topic.
     """
-    if cut.topology.source.names_schemas and cut.complete(cut.topology.dead_letter):
+    if cut.topology.source.needs_registry and cut.complete(cut.topology.dead_letter):
         settled = f"verdict = 'dead_letter' AND reason = '{SCHEMA_UNKNOWN}' AND NOT (history OR pending OR doubtful)"
         for row in rows.where(f"{settled} AND coalesce(times_dead_letter, 0) = 0").select("source").take(1):
             raise StateIncompatible(no_schema(row["source"]))

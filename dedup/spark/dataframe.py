@@ -14,7 +14,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.event_time import RecordTime
-from dedup.core.tracking_id import HeaderRule, KeyRule, PartsRule, alternatives_of
+from dedup.core.tracking_id import HeaderRule, KeyFieldRule, KeyRule, PartsRule, alternatives_of
 from dedup.errors import Problem, SettingsError
 from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
 from dedup.settings import Settings
@@ -138,7 +138,7 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
     lacks = 'which a row of plain columns does not have; pass shape="kafka"'
     rules = alternatives_of(topology.tracking_id.rule)
     parts = [part.rule for rule in rules if isinstance(rule, PartsRule) for part in rule.parts]
-    if any(isinstance(each, KeyRule | HeaderRule) for each in (*rules, *parts)):
+    if any(isinstance(each, KeyRule | KeyFieldRule | HeaderRule) for each in (*rules, *parts)):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
     if isinstance(topology.event_time, RecordTime):
         yield Problem("event_time", f"is the record's timestamp, {lacks}")

@@ -592,7 +592,7 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
     # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}
-    registry = SchemaRegistry.of(settings.schema_registry) if topology.source.names_schemas else None
+    registry = SchemaRegistry.of(settings.schema_registry) if topology.source.needs_registry else None
     queries = [_Query(kind, ready, options, monitor, busy.get(kind, nullcontext()), registry) for kind in kinds]
     running = Running(spark, queries, monitor, options.exit_when_done, idle_marks)
     running.start()

@@ -33,7 +33,6 @@ from typing import Final
 
 import pyarrow as pa
 
-from dedup.core.framing import refs_of
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import of_outage, text_format
@@ -262,7 +261,7 @@ class _Attempt:
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
         """Wait until all schemas named in a batch are known; before waiting, commit the open transaction."""
         source = self._factory.topology.source
-        refs = refs_of(source.schema_id, batch.values, batch.headers, indexed=source.format == "protobuf")
+        refs = source.schema_refs(batch.keys, batch.values, batch.headers)
         if schemas.missing(refs):
             await self._commit()
             await schemas.found(refs, within_s=_REGISTRY_WITHIN_S)

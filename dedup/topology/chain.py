@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from posixpath import normpath
 from typing import Final, TypeVar
 
-from dedup.core.tracking_id import HeaderRule, PartsRule, has_key
+from dedup.core.tracking_id import HeaderRule, KeyFieldRule, PartsRule, has_key
 from dedup.quantities import format_duration
 from dedup.topology.ingest_file import Ingest, Source, settle_sentence
 from dedup.topology.lint import Finding, warning
@@ -135,6 +135,13 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
         text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
         yield Finding("error", "json_is_written", text)
     parts = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
+    if any(isinstance(each, KeyFieldRule) for each in parts):
+        keys = "null keys" if ingest.tracking_id is None else "the tracking ID itself as the key"
+        text = (
+            f"tracking_id.key: {ingest.name} writes {keys}, which has no member: every record would become a dead "
+            f"letter. Use the same rule in both files."
+        )
+        yield Finding("error", "key_without_members", text)
     if HeaderRule(_ID_HEADER) in parts and ingest.tracking_id is not None:
         text = (
             f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "

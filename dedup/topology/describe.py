@@ -217,6 +217,9 @@ def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         read += f" of the schema {source.schema.name}"
     if source.columns:
         read += f" with the delimiter {source.delimiter} and the columns {', '.join(source.columns)}"
+    if source.key_format != "bytes":
+        framed = source.key_format in {"json_schema", "avro", "protobuf"}
+        read += f", keys {source.key_format}" + (f" with the schema id {_SCHEMA_IDS['auto']}" if framed else "")
     for topic in source.topics:
         yield topic, f"read, {read}, from {source.start}"
     labels = dict(topology.outlets)

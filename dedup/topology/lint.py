@@ -8,8 +8,8 @@ from typing import Final, Literal
 
 from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
-from dedup.core.extract_one import Format, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.formats import Format, member_types
 from dedup.core.tracking_id import (
     ContentRule,
     FirstOfRule,
@@ -18,6 +18,7 @@ from dedup.core.tracking_id import (
     alternatives_of,
     format_path,
     has_key,
+    key_paths,
     member_paths,
 )
 from dedup.quantities import format_duration
@@ -42,6 +43,15 @@ _CHANGES: Final[Mapping[Format, str]] = {
     "csv": "another use of quotes, or a line break at the end,",
 }
 """Maps each format to the possible differences between the bytes of two values with the same content."""
+_KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
+    ("json_schema", "avro", "protobuf"),
+    "the schema ID in the framing changes the key's bytes with each version of the schema",
+)
+"""Maps each format with a framing to the reason why keys with an equal member have different bytes."""
+
+
+_Members = list[tuple[str, Path, FieldTime | None]]
+"""The members that a topology names: the key of the topology file, the path, and the event time that is read there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +180,14 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
         yield warning("order_per_tracking_id", text)
     if several and topology.source.partitioned_by_tracking_id and not has_key(rule):
         yield warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
+    if topology.direct and key_paths(rule) and not has_key(rule):
+        differs = _KEYS_DIFFER.get(topology.source.key_format, "keys with an equal member may differ in other bytes")
+        text = (
+            f"source.partitioned_by: tracking_id with key: PATH: {differs}, and producers choose the partition by the "
+            f"bytes of the key. Equal IDs in different partitions are not found. Remove source.partitioned_by, unless "
+            f"producers partition by the tracking ID itself."
+        )
+        yield warning("partitioned_by_key_bytes", text, weak=True)
     if topology.direct and topology.tracking_id.normalize:
         text = (
             "IDs that normalize makes equal must already be in the same partition: producers must partition by the "
@@ -192,16 +210,28 @@ def _schema(topology: Topology) -> Iterator[Finding]:
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose values have the given schema."""
     fmt, first = topology.source.format, topology.source.schema is not None
-    members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
+    members: _Members = [("tracking_id", path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):
-        members.append((topology.event_time.path, topology.event_time))
+        members.append(("event_time", topology.event_time.path, topology.event_time))
+    yield from _member_findings(topology, members, fmt, text, name, first=first)
+
+
+def key_schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
+    """Yield the findings about a topology whose keys have the given schema."""
+    members: _Members = [("tracking_id.key", path, None) for path in key_paths(topology.tracking_id.rule)]
+    yield from _member_findings(topology, members, topology.source.key_format, text, name, first=False)
+
+
+def _member_findings(
+    topology: Topology, members: _Members, fmt: Format, text: str, name: str, *, first: bool
+) -> Iterator[Finding]:
     try:
-        found = [member_types(fmt, text, path, time, first=first) for path, time in members or [(("",), None)]]
+        found = [member_types(fmt, text, path, time, first=first) for _, path, time in members or [("", ("",), None)]]
     except SchemaRefused as refused:
         yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
         return
-    for (path, time), types in zip(members, found, strict=False):
-        place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
+    for (key, path, time), types in zip(members, found, strict=False):
+        place = f"{key}: {format_path(path)}"
         refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
         if not types and time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
             text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
@@ -225,7 +255,8 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
         if topology.fingerprints_wanted and not excluding:
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)
-    if topology.tracking_id.zeros and not member_paths(topology.tracking_id.rule):
+    members_used = member_paths(topology.tracking_id.rule) or topology.source.key_format == "protobuf"
+    if topology.tracking_id.zeros and not members_used:
         yield warning("zero_unused", "tracking_id.zero has no effect: no member of the value is part of the ID.")
     if topology.tombstones is OnTombstone.DEAD_LETTER and not topology.needs_value:
         text = "neither the ID nor the event time is read from the value by a path, so null values are judged, too."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -11,10 +11,11 @@ from typing import Final, Literal, Self, assert_never
 
 from dedup.core.csv_row import CsvLayout, Delimiter
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime
-from dedup.core.extract import Extractor, compile_extractor
-from dedup.core.extract_one import MEMBERWISE, TYPED, Format, Schema
+from dedup.core.extract import Extractor, Recipe, extractor_for
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
-from dedup.core.framing import SchemaBook, SchemaIdPlace
+from dedup.core.formats import MEMBERWISE, TYPED, Format, Schema
+from dedup.core.framing import KEY_HEADER, SchemaBook, SchemaIdPlace, SchemaRef, refs_of
+from dedup.core.key_members import KeyFormat
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
     CodeRule,
@@ -23,6 +24,7 @@ from dedup.core.tracking_id import (
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    KeyFieldRule,
     KeyRule,
     PartsRule,
     Path,
@@ -79,11 +81,24 @@ class SourceSpec:
     """The schemas that the framings of values refer to, or None until `Topology.knowing` sets them."""
     subject: str | None = field(default=None, compare=False)
     """The schema registry's subject with the schemas of all source topics, or None if each topic has its own."""
+    key_format: Format = "bytes"
+    """The format of keys. With bytes, keys are not read."""
+    key_subject: str | None = field(default=None, compare=False)
+    """The schema registry's subject with the schemas of all keys, or None if each topic has its own."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
         """The schema registry's subjects for the values, which only `dedup check` and `dedup schemas export` use."""
+        if not self.names_schemas:
+            return ()
         return (self.subject,) if self.subject is not None else tuple(f"{topic}-value" for topic in self.topics)
+
+    @property
+    def key_subjects(self) -> tuple[str, ...]:
+        """The schema registry's subjects for the keys, which only `dedup check` and `dedup schemas export` use."""
+        if not self.names_key_schemas:
+            return ()
+        return (self.key_subject,) if self.key_subject is not None else tuple(f"{topic}-key" for topic in self.topics)
 
     @property
     def framing(self) -> SchemaIdPlace | None:
@@ -94,6 +109,30 @@ class SourceSpec:
     def names_schemas(self) -> bool:
         """True if the framing of each value refers to a schema in a schema registry."""
         return self.is_typed and self.schema is None
+
+    @property
+    def names_key_schemas(self) -> bool:
+        """True if the framing of each key refers to a schema in a schema registry."""
+        return self.key_format in TYPED
+
+    @property
+    def needs_registry(self) -> bool:
+        """True if the framing of values or keys refers to schemas in a schema registry."""
+        return self.names_schemas or self.names_key_schemas
+
+    def schema_refs(
+        self,
+        keys: Sequence[bytes | None],
+        values: Sequence[bytes | None],
+        headers: Sequence[Sequence[tuple[str, bytes | None]]],
+    ) -> list[SchemaRef | None]:
+        """Return the IDs of the registry's schemas that are needed to read these records."""
+        refs: list[SchemaRef | None] = []
+        if self.names_schemas:
+            refs += refs_of(self.schema_id, values, headers, indexed=self.format == "protobuf")
+        if self.names_key_schemas:
+            refs += refs_of("auto", keys, headers, indexed=self.key_format == "protobuf", header=KEY_HEADER)
+        return refs
 
     @property
     def is_typed(self) -> bool:
@@ -390,8 +429,8 @@ def auto_group_size(partitions: int) -> int:
 def rule_text(rule: Rule) -> str:
     """Return a tracking ID rule as text. The text must never change, because the state fingerprint depends on it."""
     match rule:
-        case KeyRule():
-            return "key: true"
+        case KeyRule() | KeyFieldRule():
+            return f"key: {_key_text(rule)}"
         case HeaderRule(name):
             return f"header: {name}"
         case FieldRule(path):
@@ -413,16 +452,34 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
+def _key_text(rule: KeyRule | KeyFieldRule) -> str:
+    if isinstance(rule, KeyRule):
+        return "true"
+    return '["true"]' if rule.path == ("true",) else format_path(rule.path)  # a member "true" is not the whole key
+
+
 def schema_of(source: SourceSpec) -> Schema:
     """Return what a format needs for reading values. Raises SettingsError if the schemas of a registry are missing."""
     if source.format == "csv":
         return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:
-        if source.schemas is None:
-            text = "needs schemas of a schema registry, which is not known here; pass settings with schema_registry.url"
-            raise SettingsError([Problem("source.format", f"{source.format} {text}")])
-        return source.schemas
+        return _known_schemas(source, "source.format", source.format)
     return "" if source.schema is None else source.schema.text
+
+
+def _known_schemas(source: SourceSpec, key: str, fmt: Format) -> SchemaBook:
+    if source.schemas is None:
+        text = "needs schemas of a schema registry, which is not known here; pass settings with schema_registry.url"
+        raise SettingsError([Problem(key, f"{fmt} {text}")])
+    return source.schemas
+
+
+def _keys_of(source: SourceSpec) -> KeyFormat | None:
+    if source.key_format == "bytes":
+        return None
+    named = source.names_key_schemas
+    book = _known_schemas(source, "source.key_format", source.key_format) if named else None
+    return KeyFormat(source.key_format, book)
 
 
 def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
@@ -430,12 +487,14 @@ def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
 
     If ``fingerprint`` is false, the extractor returns no fingerprints.
     """
-    return compile_extractor(
+    recipe = Recipe(
         topology.tracking_id,
         topology.event_time,
-        fmt=topology.source.format,
-        fingerprint=fingerprint and topology.fingerprints_wanted,
-        fingerprint_exclude=topology.fingerprint_exclude,
-        schema_id=topology.source.schema_id,
-        schema=schema_of(topology.source),
+        topology.source.format,
+        fingerprint and topology.fingerprints_wanted,
+        topology.fingerprint_exclude,
+        topology.source.schema_id,
+        schema_of(topology.source),
+        _keys_of(topology.source),
     )
+    return extractor_for(recipe)

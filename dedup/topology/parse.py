@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from errno import ENOENT
 from functools import cache, partial
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel
 
 from dedup.code_loader import directory_of, load_id_function, source_digest
 from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
-from dedup.core.extract_one import MEMBERWISE, TYPED, Format, member_names, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.formats import MEMBERWISE, TYPED, Format, member_names, member_types
 from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import (
     Alternative,
@@ -24,6 +24,7 @@ from dedup.core.tracking_id import (
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    KeyFieldRule,
     KeyRule,
     Part,
     PartsRule,
@@ -92,6 +93,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
         _whole_parts,
         _instant_last,
         _format_fits,
+        _key_format_fits,
         _columns_fit,
         partial(_schema_fits, read_file=read_once),
         _flow_fits,
@@ -155,6 +157,8 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
             source.delimiter or "comma",
             schema,
             subject=source.subject,
+            key_format=source.key_format,
+            key_subject=source.key_subject,
         ),
         tracking_id=tracking_id,
         window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
@@ -218,10 +222,14 @@ def _alternative(file: AlternativeFile, code: _Code) -> Alternative:
     if file.content is not None:
         return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
     if file.key is not None:
-        return KeyRule()
+        return _key(file.key)
     if file.python is not None:
         return code(file.python)
     raise InvariantBroken("`_one_rule_each` has accepted a tracking ID without a rule that is known here.")
+
+
+def _key(written: Literal[True] | Path) -> KeyRule | KeyFieldRule:
+    return KeyRule() if written is True else KeyFieldRule(written)
 
 
 def _part(file: PartFile) -> Part:
@@ -231,7 +239,7 @@ def _part(file: PartFile) -> Part:
     if file.field is not None:
         return Part(FieldRule(file.field), absent_is_value)
     if file.key is not None:
-        return Part(KeyRule(), absent_is_value)
+        return Part(_key(file.key), absent_is_value)
     raise InvariantBroken("`_one_rule_each` has accepted a part without a rule that is known here.")
 
 
@@ -296,11 +304,12 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
 
 
 def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
-    """Return the rules in a mapping. The path of `field` is parsed, so that two spellings of a path are equal."""
+    """Return the rules in a mapping. The paths of `field` and `key` are parsed, so that two spellings are equal."""
     written = {rule: file[rule] for rule in file if rule in rules}
-    if isinstance(written.get("field"), str):
-        with suppress(ValueError):  # `validated` reports the invalid path
-            written["field"] = parse_path(written["field"])
+    for rule in ("field", "key"):
+        if isinstance(written.get(rule), str):
+            with suppress(ValueError):  # `validated` reports the invalid path
+                written[rule] = parse_path(written[rule])
     return written
 
 
@@ -329,6 +338,8 @@ _COLUMNS: Final[At] = ("source", "columns")
 _SCHEMA: Final[At] = ("source", "schema")
 _SCHEMA_ID: Final[At] = ("source", "schema_id")
 _SUBJECT: Final[At] = ("source", "subject")
+_KEY_FORMAT: Final[At] = ("source", "key_format")
+_KEY_SUBJECT: Final[At] = ("source", "key_subject")
 _UNIT: Final[At] = ("event_time", "unit")
 _TYPED: Final = "`source.format: avro` or `protobuf`"
 _TIMESTAMPS: Final = TYPED | {"msgpack", "cbor"}
@@ -346,7 +357,7 @@ def _format_of(document: Document) -> Format | None:
 def _format_fits(document: Document) -> Iterator[Problem]:
     """Report keys that do not apply to the format of the values, and missing keys that the format needs."""
     found, schema_id = _format_of(document), document.get(_SCHEMA_ID)
-    if found != "protobuf" and document.has(_ZERO):
+    if "protobuf" not in (found, document.get(_KEY_FORMAT)) and document.has(_ZERO):
         yield _at_key(document, _ZERO, "needs `source.format: protobuf`; in other formats, 0 and empty are values")
     if found in MEMBERWISE:
         yield from _memberwise_fits(document)
@@ -368,6 +379,24 @@ def _format_fits(document: Document) -> Iterator[Problem]:
     members += [("event_time", "field"), ("conflicts", "exclude")]
     for at in filter(document.has, members if found == "bytes" else ()):
         yield _at_key(document, at, "needs `source.format: json`; a value of format bytes has no fields")
+
+
+def _key_format_fits(document: Document) -> Iterator[Problem]:
+    """Report members of the key without a format of keys, and a format of keys without members of the key."""
+    written = document.get(_KEY_FORMAT)
+    is_read = isinstance(written, str) and written != "bytes"
+    rules = _rules_at(document)
+    holders = [*rules, *(part for at in rules for part in _each(document, (*at, "parts")))]
+    # `validated` reports whatever is neither true nor a path.
+    members: list[At] = [(*at, "key") for at in holders if document.get((*at, "key")) not in (None, True)]
+    for at in () if is_read else (each for each in members if isinstance(document.get(each), str)):
+        text = f'"{document.get(at)}" is a member of the key and needs `source.key_format`, such as json or avro'
+        yield Problem(document.place(at), f"{dotted(at)}: {text}; for the whole key, write true")
+    if is_read and not members:
+        text = f"{written} has no effect without `key: PATH` in tracking_id, a member of the key; leave it out"
+        yield _at_key(document, _KEY_FORMAT, text)
+    if document.has(_KEY_SUBJECT) and not (is_read and written in TYPED):
+        yield _at_key(document, _KEY_SUBJECT, "needs `source.key_format: avro` or `protobuf`")
 
 
 def _typed_fits(document: Document) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from pydantic import (
     Discriminator,
     Field,
     GetPydanticSchema,
+    PlainValidator,
     Tag,
     WithJsonSchema,
     model_validator,
@@ -61,6 +62,14 @@ ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     """Convert a number without a unit to a string, so that the error message says that the unit is missing."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _key_rule(value: Any) -> Literal[True] | Path:  # noqa: ANN401 - any value in the file
+    if value is True:
+        return True
+    if not isinstance(value, str):
+        raise ValueError("takes true, or the path of a member of the key; leave it out to use another rule")  # noqa: TRY004 - pydantic takes only ValueError
+    return parse_path(value)
 
 
 def _positive(parse: Callable[[str], int]) -> Callable[[str], int]:
@@ -132,6 +141,12 @@ _True = Annotated[
     Literal[True],
     accepting(lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator),
 ]
+_Key = Annotated[
+    Literal[True] | Path,
+    PlainValidator(_key_rule),
+    WithJsonSchema({"anyOf": [{"const": True, "type": "boolean"}, {"type": "string"}]}),
+]
+_KeyFormat = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "bytes"]
 _Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 _Path = Annotated[Path, _text_as(parse_path)]
 _Paths = Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)]
@@ -269,6 +284,18 @@ class SourceFile(Keys):
     """With format csv, the names of the columns, in order. Each path must be the name of one column."""
     delimiter: Delimiter | None = None
     """With format csv, the character between the cells. Default: comma."""
+    key_format: _KeyFormat = Field(
+        default="bytes",
+        description="Format of keys. The formats are those of values, and are only needed if the ID is a member of the "
+        "key (`key: PATH` in tracking_id). With json_schema, avro, and protobuf, the schema ID is in the header "
+        "__key_schema_id if the record has this header, and otherwise in the first 5 bytes of the key. With avro and "
+        "protobuf, the schema is in the schema registry. With bytes, keys are not parsed.",
+    )
+    key_subject: Annotated[str, matching(_SUBJECT, "is not a subject of a schema registry")] | None = Field(
+        default=None,
+        description="Subject in the schema registry that contains the schemas of all keys, as `subject` does for "
+        "values. Requires `key_format: avro` or `protobuf`. Default: TOPIC-key, for each source topic.",
+    )
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "
@@ -290,8 +317,8 @@ class PartFile(Keys):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in PART_RULES]})
 
-    key: _True | None = None
-    """If true, the part is the record's key."""
+    key: _Key | None = None
+    """With true, the part is the record's key. With a path, it is a member of the key (see source.key_format)."""
     header: _Header | None = None
     """Name of the header whose value is the part."""
     field: _Path | None = None
@@ -319,8 +346,8 @@ class AlternativeFile(Keys):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in ALTERNATIVE_RULES]})
 
-    key: _True | None = None
-    """If true, the ID is the record's key."""
+    key: _Key | None = None
+    """With true, the ID is the record's key. With a path, it is a member of the key (see source.key_format)."""
     header: _Header | None = None
     """Name of the header whose value is the ID."""
     field: _Path | None = None

@@ -15,8 +15,9 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.extract_one import SCHEMA_UNKNOWN, Fault
+from dedup.core.extract_one import Fault
 from dedup.core.flow import FLOW_FAILED, FlowRecord, differ
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.framing import FRAMING_FAULTS
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
@@ -49,7 +50,7 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 def by_evidence(topology: Topology) -> dict[str, str]:
     """Map each dead-letter reason that is accepted without proof to a sentence for the report."""
-    by_registry = {SCHEMA_UNKNOWN: WHY_SCHEMA} if topology.source.names_schemas else {}
+    by_registry = {SCHEMA_UNKNOWN: WHY_SCHEMA} if topology.source.needs_registry else {}
     return {REFUSED_BY_THE_BROKER: WHY_REFUSED, **by_registry}
 
 

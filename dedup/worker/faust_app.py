@@ -32,7 +32,6 @@ from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, AppT, ConsumerMessage
 from yarl import URL
 
-from dedup.core.framing import refs_of
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire
@@ -335,11 +334,10 @@ class Consumer(FaustConsumer):
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source
-        indexed = source.format == "protobuf"
         for tp, answers in list(self._held.items()):
             while answers:
                 columns = answers[0].columns
-                refs = refs_of(source.schema_id, columns.values, columns.headers, indexed=indexed)
+                refs = source.schema_refs(columns.keys, columns.values, columns.headers)
                 if not answers[0].reading.over and schemas.missing(refs):
                     break
                 yield answers.popleft()

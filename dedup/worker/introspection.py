@@ -27,8 +27,9 @@ from yarl import URL
 from dedup.code_loader import imported_digest
 from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
-from dedup.core.exact_json import ABSENT, Number
-from dedup.core.extract_one import Fault, Format, One, Recipe, extract_one, member_types, of_leaves
+from dedup.core.exact_json import ABSENT, Number, Unreadable, decode
+from dedup.core.extract_one import Fault, One, Recipe, extract_one, of_leaves
+from dedup.core.formats import Format, member_types
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
 from dedup.core.proto_schema import SCALARS
@@ -41,6 +42,7 @@ from dedup.core.tracking_id import (
     FirstOfRule,
     HeaderRule,
     IdFunction,
+    KeyFieldRule,
     KeyRule,
     Part,
     PartsRule,
@@ -50,6 +52,7 @@ from dedup.core.tracking_id import (
     TrackingId,
     code_rules,
     encode_alternative,
+    key_paths,
     member_paths,
     state_key,
 )
@@ -348,12 +351,14 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     id_bytes(text)  # raises an error for text that no rule below can encode
     if isinstance(topology.tracking_id.rule, FirstOfRule):
         return _of_alternatives(topology, topology.tracking_id.rule.alternatives, text)
+    if isinstance(topology.tracking_id.rule, KeyFieldRule):
+        return state_keys(_of_value(topology), text)
     source, keys = topology.source, list[bytes]()
     why = "it is not one"
     if isinstance(topology.tracking_id.rule, CodeRule):
         found = list(_returned(topology.tracking_id, topology.tracking_id.rule, text))
-    elif source.is_memberwise and member_paths(topology.tracking_id.rule):
-        recipe = Recipe(topology.tracking_id, fmt=source.format)
+    elif key_paths(topology.tracking_id.rule) or (source.is_memberwise and member_paths(topology.tracking_id.rule)):
+        recipe = Recipe(_of_value(topology).tracking_id, fmt=source.format)
         found = [of_leaves(recipe, key, b"", headers, 0, leaves) for key, headers, leaves in _typed(topology, text)]
     else:
         fmt: Format = "bytes" if source.is_memberwise else source.format
@@ -367,6 +372,25 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     if not keys:
         raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
+
+
+def _of_value(topology: Topology) -> Topology:
+    """Return the topology as if the members of the key were members of the value, which have the same IDs.
+
+    The value then has the format of the key, except for an ID with several parts.
+    """
+    rule, source = topology.tracking_id.rule, topology.source
+    if isinstance(rule, KeyFieldRule):
+        fmt: Format = "json" if source.key_format == "json_schema" else source.key_format
+        source = replace(source, format=fmt, schema=None)
+        rule = FieldRule(rule.path)
+    elif isinstance(rule, PartsRule):
+        parts = [
+            replace(part, rule=FieldRule(part.rule.path)) if isinstance(part.rule, KeyFieldRule) else part
+            for part in rule.parts
+        ]
+        rule = PartsRule(tuple(parts))
+    return replace(topology, source=source, tracking_id=replace(topology.tracking_id, rule=rule))
 
 
 def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
@@ -404,19 +428,33 @@ def _typed(topology: Topology, text: str) -> Iterator[tuple[bytes | None, _Heade
 
     One result is yielded for each combination of types that the schema allows for the members.
     """
-    rule, paths = topology.tracking_id.rule, member_paths(topology.tracking_id.rule)
+    rule, source = topology.tracking_id.rule, topology.source
     key: bytes | None = None
     headers: _Headers = []
-    texts = [text]
     if isinstance(rule, PartsRule):
         key, headers, literals = _divided(rule.parts, _array(topology.name, text, len(rule.parts)))
-        texts = list(map(_text_of, literals))
-    elif isinstance(rule, FieldsRule):
-        texts = list(map(_text_of, _array(topology.name, text, len(paths))))
-    source = topology.source
-    types = [_names(source, path) for path in paths]
-    for leaves in product(*(_leaves(source.format, names, part) for names, part in zip(types, texts, strict=True))):
+        members = [part.rule for part in rule.parts if isinstance(part.rule, FieldRule | KeyFieldRule)]
+        of_each = [_part_leaves(source, member, literal) for member, literal in zip(members, literals, strict=True)]
+    else:
+        paths, texts = member_paths(rule), [text]
+        if isinstance(rule, FieldsRule):
+            texts = list(map(_text_of, _array(topology.name, text, len(paths))))
+        of_each = [_leaves(source.format, _names(source, path), part) for path, part in zip(paths, texts, strict=True)]
+    for leaves in product(*of_each):
         yield key, headers, leaves
+
+
+def _part_leaves(source: SourceSpec, rule: FieldRule | KeyFieldRule, literal: str) -> list[Leaf]:
+    """Return each member of the value or of the key that a part of a user's input may stand for."""
+    fmt = source.key_format if isinstance(rule, KeyFieldRule) else source.format
+    if fmt in {"json", "json_schema"}:
+        found: list[Any] = []
+        with suppress(Unreadable):
+            found.append(ABSENT if literal == _NOTHING else decode(literal.encode()))
+        return found
+    return _leaves(
+        fmt, _ANY_TYPE[fmt] if isinstance(rule, KeyFieldRule) else _names(source, rule.path), _text_of(literal)
+    )
 
 
 def _names(source: SourceSpec, path: Path) -> Collection[str]:
@@ -548,8 +586,10 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             return [_of_parts(rule, _array(name, text, len(parts)))]
         case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
-        case FirstOfRule() | CodeRule():
-            raise InvariantBroken("the alternatives of an ID, and what a function returns, are looked up one by one.")
+        case FirstOfRule() | CodeRule() | KeyFieldRule():
+            raise InvariantBroken(
+                "the alternatives of an ID, and what a function returns, and members of keys are looked up one by one."
+            )
         case never:
             assert_never(never)
 
@@ -573,7 +613,7 @@ def _divided(parts: Sequence[Part], written: Sequence[str]) -> tuple[bytes | Non
         absent = json.loads(literal) == {}
         text = None if absent or literal == "null" else id_bytes(_text_of(literal))
         match part.rule:
-            case FieldRule():
+            case FieldRule() | KeyFieldRule():
                 members.append(_NOTHING if absent else literal)
             case KeyRule():
                 key = text

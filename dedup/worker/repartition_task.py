@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor, Fault
-from dedup.core.extract_one import EXTRACTED, SCHEMA_UNKNOWN, passed_on
+from dedup.core.extract_one import EXTRACTED, passed_on
 from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition

@@ -104,15 +104,15 @@ class TopologyTestDriver:
         is the time at which the driver's clock starts; the default is the machine's time. ``schemas`` replaces the
         schema registry: it maps each schema's ID, or its GUID as a string, to the schema's text.
         """
-        if topology.source.names_schemas:
+        if topology.source.needs_registry:
             if schemas is None:
                 raise ValueError(
-                    f"{topology.name}: values name their schemas; pass them, such as `schemas={{1: text}}`"
+                    f"{topology.name}: values or keys name their schemas; pass them, such as `schemas={{1: text}}`"
                 )
             known = {ref_named(str(name)): text for name, text in schemas.items()}
             topology = topology.knowing(SchemaBook(known.get))
         elif schemas is not None:
-            raise ValueError(f"{topology.name}: values do not name their schemas; leave out `schemas`")
+            raise ValueError(f"{topology.name}: neither values nor keys name their schemas; leave out `schemas`")
         counts = dict.fromkeys(topology.source.topics, partitions) if isinstance(partitions, int) else dict(partitions)
         if counts.keys() != set(topology.source.topics) or min(counts.values()) < 1:
             topics = ", ".join(topology.source.topics)

@@ -247,7 +247,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_commit_interval=1.0,
         consumer_metadata_max_age_ms=_METADATA_MAX_AGE_MS,
     )
-    if topology.source.names_schemas:
+    if topology.source.needs_registry:
         registry = SchemaRegistry.of(settings.schema_registry)
         app.schemas = SchemaResolver(registry, wait_ms=settings.schema_registry.schema_wait_ms)
         topology = topology.knowing(app.schemas.book)

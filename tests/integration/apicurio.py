@@ -34,15 +34,20 @@ SECOND = {
 }
 
 
-def serialized(registry: EmbeddedRegistry, schema: str, topic: str, numbers: Iterable[int]) -> list[bytes]:
-    """Return orders as confluent-kafka's serializers write them, after the schema was registered as they do it."""
+def serialized(
+    registry: EmbeddedRegistry, schema: str, topic: str, numbers: Iterable[int], *, of: str = "value"
+) -> list[bytes]:
+    """Return orders as confluent-kafka's serializers write them, after the schema was registered as they do it.
+
+    ``of``: value or key, which are registered under different subjects.
+    """
     is_avro = schema.startswith("{")
     sent = schema
     if schema == SECOND["protobuf"]:  # Java's serializer registers text, and Python's an encoded descriptor
         sent = base64.b64encode(described(schema).file[-1].SerializeToString()).decode()
     body = json.dumps({"schema": sent, "schemaType": "AVRO" if is_avro else "PROTOBUF"}).encode()
     headers = {"Content-Type": "application/vnd.schemaregistry.v1+json"}
-    request = urllib.request.Request(f"{registry.url}/subjects/{topic}-value/versions", body, headers)
+    request = urllib.request.Request(f"{registry.url}/subjects/{topic}-{of}/versions", body, headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         schema_id = json.load(answer)["id"]
     prefix, made = b"\0" + schema_id.to_bytes(4, "big"), []

@@ -193,6 +193,60 @@ def test_exported_schemas_serve_where_there_is_no_registry(
     assert "or is in `schema_registry.directory`" in dedup(job, "verify", code=3)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fmt", FIRST)
+def test_equal_members_of_keys_of_two_schema_versions_are_one_id(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str
+) -> None:
+    """The producers choose the partition by the key's bytes, which differ; values are plain JSON."""
+    topic = topic_names(f"{fmt}-keys")
+    job = make_job(
+        document={
+            "source": {"topics": [topic], "key_format": fmt},
+            "tracking_id": {"key": "id"},
+            "duplicates": f"{topic}.again",
+            "idle_after": "1s",
+        },
+        config={"schema_registry": {"url": registry.url, "schema_wait": "1s"}},
+    )
+    first = serialized(registry, FIRST[fmt], topic, range(300), of="key")
+    second = serialized(registry, SECOND[fmt], topic, range(400), of="key")
+    head = 5 if fmt == "avro" else 6
+    in_header = (("__key_schema_id", first[7][:head]),)
+    bad = [b"\0\x7f\xff\xff\xff" + first[0][5:], first[0][:-1], b"{}", None]
+    worker = job.start()
+    job.send([Event(row % 2, b"%d" % row, BASE_MS + row, key) for row, key in enumerate(first)])
+    until(lambda: len(job.read(job.output)) == 300, "the keys of the first version are forwarded")
+    registry.process.pause()
+    try:
+        job.send([Event((row + 1) % 2, b"%d" % row, BASE_MS + 300 + row, key) for row, key in enumerate(second)])
+        said = "Partitions with records of this schema wait"
+        until(lambda: said in worker.log, lambda: f"the worker says that it waits: {worker.log}")
+    finally:
+        registry.process.resume()
+    job.send([Event(0, b"7", BASE_MS + 700, first[7][head:], headers=in_header)])
+    job.send([Event(1, b"-1", BASE_MS + 700, key) for key in bad])
+    until(lambda: len(job.read(job.topology.dead_letter)) == len(bad), "the bad keys are dead letters")
+    worker.kill()
+    job.finish()
+    forwarded = job.read(job.output)
+    assert sorted(int(each.value() or b"") for each in forwarded) == list(range(400))
+    assert {each.key() for each in forwarded} == {*first, *second[300:]}
+    assert len(job.read(f"{topic}.again")) == 301
+    letters = [dict(each.headers() or []) for each in job.read(job.topology.dead_letter)]
+    reasons = ["id_null", f"not_{fmt}", "schema_unknown", "wrong_magic_byte"]
+    assert sorted(each["dedup-reason"].decode() for each in letters) == reasons
+    assert all("key" in each["dedup-detail"].decode() for each in letters)
+    dedup(job, "verify")
+    found = json.loads(dedup(job, "explain", "o-3", "--json"))
+    assert sorted(each["verdict"] for each in found["records"]) == ["duplicate", "unique"]
+    said = dedup(job, "check", "--broker")
+    assert "ok" in said
+    assert "schema_not_found" not in said
+    schemas = job.directory / "schemas"
+    assert f"{topic}-key: 2 versions" in dedup(job, "schemas export", str(schemas))
+
+
 def test_schemas_of_a_subject_that_the_registry_does_not_have(
     make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str]
 ) -> None:

@@ -5,12 +5,14 @@ from dataclasses import replace
 from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extractor, Recipe
+from dedup.core.key_members import KeyFormat
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
     FieldsRule,
     FirstOfRule,
     HeaderRule,
+    KeyFieldRule,
     KeyRule,
     Part,
     PartsRule,
@@ -76,6 +78,32 @@ RECIPES = {
     "framed first of": Recipe(TrackingId(FirstOfRule((FieldRule(("id",)), RawContentRule()))), fmt="json_schema"),
     "framed raw": Recipe(TrackingId(RawContentRule()), fmt="json_schema"),
     "framed content": Recipe(TrackingId(ContentRule((("t",),))), fmt="json_schema"),
+    "key member": Recipe(
+        TrackingId(KeyFieldRule(("id",)), ("trim", "instant")),
+        FieldTime(("t",), "ms"),
+        fingerprint=True,
+        keys=KeyFormat("json"),
+    ),
+    "key member bytes": Recipe(TrackingId(KeyFieldRule(("a", "id"))), fmt="bytes", keys=KeyFormat("json")),
+    "key index": Recipe(TrackingId(KeyFieldRule(("a", 0, "id"))), fmt="bytes", keys=KeyFormat("json")),
+    "key members": Recipe(
+        TrackingId(PartsRule((Part(KeyFieldRule(("id",))), Part(HeaderRule("h")), Part(KeyFieldRule(("t",)))))),
+        fmt="bytes",
+        keys=KeyFormat("json"),
+    ),
+    "key parts": Recipe(
+        TrackingId(
+            PartsRule(
+                (Part(KeyFieldRule(("id",)), True), Part(FieldRule(("a",)), True), Part(KeyFieldRule(("a",)), True))
+            ),
+            ("trim",),
+        ),
+        keys=KeyFormat("json"),
+    ),
+    "key first of": Recipe(
+        TrackingId(FirstOfRule((HeaderRule("x"), KeyFieldRule(("id",)), FieldRule(("t",)), KeyFieldRule(("é",))))),
+        keys=KeyFormat("json"),
+    ),
 }
 _AVSC = """{"type": "record", "name": "Event", "fields": [
  {"name": "id", "type": ["null", "string", "long", {"type": "bytes", "logicalType": "decimal", "precision": 30, "scale": 1},

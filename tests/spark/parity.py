@@ -23,6 +23,7 @@ import msgspec
 
 from dedup.core.csv_row import CsvLayout
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
+from dedup.core.key_members import KeyFormat
 from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
 from dedup.topology.model import Topology
@@ -467,6 +468,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.fingerprint_exclude,
         topology.source.schema_id,
         layout or ("" if source.schema is None else source.schema.text),
+        None if source.key_format == "bytes" else KeyFormat(source.key_format, source.schemas),
     )
 
 

@@ -188,6 +188,12 @@ def test_what_a_row_of_columns_does_not_have_is_said_before_anything_runs(
         dedup(orders, parse(FILE.replace(*change), name="shop.yaml"))
 
 
+def test_a_row_of_columns_has_no_member_of_a_key(orders: DataFrame):
+    text = FILE.replace("{field: order.id}", "{key: id}").replace("source: {", "source: {key_format: json, ")
+    with pytest.raises(SettingsError, match="tracking_id: is taken from the record's key or a header"):
+        dedup(orders, parse(text, name="shop.yaml"))
+
+
 def test_an_order_by_offsets_needs_them(orders: DataFrame):
     with pytest.raises(SettingsError, match="needs shape"):
         dedup(orders, SHOP, order="offsets")

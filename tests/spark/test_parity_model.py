@@ -6,16 +6,18 @@ Every rule and policy: test_parity_worker.py, and without Spark test_batch_halve
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from dedup.core.framing import SchemaBook
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.columns import RECORDS
 from dedup.topology.parse import parse
 from tests.integration.workload import Event
-from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream
+from tests.spark.parity import AVSC, NOW_MS, POLICIES, RULES, Row, by_model, document, in_avro, stream
 
 COUNT = 6_000
 TOPIC = "parity-in"
@@ -75,4 +77,30 @@ def test_rows_in_no_order_are_brought_into_the_log_s(spark, events, shuffled, na
     kinds = {row.verdict for row, _ in expected.values()}
     assert {"unique", "duplicate", "late", "dead_letter"} <= kinds
     found = rows_of(judged(shuffled, topology, now_ms=NOW_MS, order="offsets"))
+    assert found == expected
+
+
+def test_members_of_keys_of_two_schema_versions(spark, events, tmp_path):
+    """The second version has one more field; every eighth schema ID is in the header, and some keys are damaged."""
+    second = json.loads(AVSC)
+    second["fields"].append({"name": "w", "type": "int"})
+    versions, made = [b"\0\0\0\0\1", b"\0\0\0\0\2"], []
+    for row, (event, in_key) in enumerate(zip(events, in_avro(7, events), strict=True)):
+        version = row % 3 == 0
+        payload = None if in_key.value is None else in_key.value + b"\2" * version
+        headers = event.headers
+        if payload is not None and row % 8:
+            payload = versions[version] + payload
+        elif payload is not None:
+            headers = (*headers, ("__key_schema_id", versions[version]))
+        made.append(replace(event, key=payload, headers=headers))
+    rule = {"parts": [{"key": "order.id"}, {"key": "tenant", "absent": "as_value"}, {"header": "id"}]}
+    options = {"source": {"key_format": "avro"}, "tracking_id": rule}
+    schemas = dict(zip(versions, [AVSC, json.dumps(second)], strict=True))
+    topology = parse(json.dumps(document("keys", options, TOPIC)), name="keys").knowing(SchemaBook(schemas.get))
+    expected = by_model(made, topology)
+    reasons = {row.reason for row, _ in expected.values()}
+    assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row, _ in expected.values()}
+    assert {"not_avro", "id_null", "id_missing"} <= reasons
+    found = rows_of(judged(frame(spark, made, tmp_path), topology, now_ms=NOW_MS, order="offsets"))
     assert found == expected

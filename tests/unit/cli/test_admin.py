@@ -289,6 +289,37 @@ class TestStateKeys:
     def test_a_decimal_may_have_a_fraction_and_an_exponent(self, text, key):
         assert key in state_keys(topology("field: f", source="topics: [c], format: cbor"), text)
 
+    @pytest.mark.parametrize(
+        ("fmt", "keys"),
+        [
+            ("json", [b"\x017", b"\x04\x07"]),
+            ("json_schema", [b"\x017", b"\x04\x07"]),
+            ("avro", [b"\x017", b"\x04\x07", b"\x067e0", b"\x027"]),
+            ("protobuf", [b"\x017", b"\x027", b"\x04\x07"]),
+            ("msgpack", [b"\x017", b"\x027", b"\x04\x07"]),
+            ("cbor", [b"\x017", b"\x027", b"\x04\x07", b"\x067e0"]),
+        ],
+    )
+    @pytest.mark.parametrize("values", ["json", "bytes", "msgpack", "avro"])
+    def test_a_member_of_the_key_has_the_types_of_its_format(self, fmt, keys, values):
+        source = f"topics: [c], format: {values}, key_format: {fmt}"
+        assert state_keys(topology("key: a.f", source=source), "7") == keys
+        parts = state_keys(topology("parts: [{header: h}, {key: f}]", source=source), '["x", 7]')
+        assert b"\x09\x02\x02x\x02\x04\x07" in parts
+        lacking = state_keys(topology("parts: [{key: f, absent: as_value}, {key: true}]", source=source), '[{}, "x"]')
+        assert b"\x09\x01\x0c\x02\x02x" in lacking
+        alternatives = state_keys(topology("first_of: [{header: h}, {key: f}]", source=source), "7")
+        assert alternatives == [b"\x0d\x00\x027", *(b"\x0d\x01" + key for key in keys)]
+        with pytest.raises(SettingsError, match="JSON array of its 2 parts"):
+            state_keys(topology("parts: [{header: h}, {key: f}]", source=source), "7")
+
+    def test_members_of_the_key_and_of_the_value_form_an_id(self):
+        source = "topics: [c], format: cbor, key_format: json"
+        made = topology("parts: [{field: f}, {key: f}]", source=source)
+        assert b"\x09\x02\x04\x07\x08\x0a" + b'{"a":1}' in state_keys(made, '[7, {"a": 1}]')
+        with pytest.raises(SettingsError, match="cannot be an ID"):
+            state_keys(made, '[7, ""]')
+
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -190,6 +191,29 @@ class TestTry:
         assert output.startswith("line 1     unique")
         assert "`missing: fail`" in output
         assert "line 3" not in output
+
+    @pytest.mark.parametrize("fmt", ["json", "json_schema"])
+    def test_members_of_keys(self, tmp_path, fmt):
+        path = topology(tmp_path, "key: id", source=f"topics: [c], format: bytes, key_format: {fmt}")
+        framed = base64.b64encode((b"" if fmt == "json" else b"\0\0\0\0\7") + b'{"n":1,"id":"a"}').decode()
+        lines = [json.dumps({"key": '{"id":"a"}'}), json.dumps({"key_base64": framed}), '{"key":"a"}', "{}"]
+        found = verdicts(path, *lines, options=("--envelope",))
+        assert [line.split(":")[0] for line in found] == ["unique", "duplicate", "dead letter", "dead letter"]
+        assert found[2].startswith("dead letter: not_json: the record's key is not JSON")
+        code, output = dedup("try", path, "--envelope", given='{"key":"a","key_base64":"YQ=="}')
+        assert (code, "it has both key and key_base64" in output) == (2, True)
+
+    def test_a_schema_id_in_the_header_of_a_key(self, tmp_path):
+        path = topology(tmp_path, "key: id", source="topics: [c], format: bytes, key_format: json_schema")
+        line = json.dumps({"key": '{"id":"a"}', "headers": {"__key_schema_id": "\0\0\0\0\7"}})
+        assert verdicts(path, line, options=("--envelope",))[0].startswith("unique")
+
+    def test_a_binary_key_is_written_in_base64(self, tmp_path):
+        path = topology(tmp_path, "key: id", source="topics: [c], format: bytes, key_format: msgpack")
+        found = verdicts(path, *['{"key_base64":"gaJpZAc="}'] * 2, options=("--envelope",))
+        assert [line.split(":")[0] for line in found] == ["unique", "duplicate"]
+        code, output = dedup("try", path, "--envelope", given='{"key":"a"}')
+        assert (code, "keys of format msgpack, so the key must be key_base64" in output) == (2, True)
 
     def test_envelopes_have_keys_headers_and_times(self, tmp_path):
         by_key = topology(tmp_path, "key: true")

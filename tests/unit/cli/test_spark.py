@@ -93,6 +93,33 @@ def test_a_history_of_text_is_refused_where_the_topology_reads_a_schema(given, f
     assert f"has values that are {kind}, not `source.format: {fmt}`" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "given", "said"),
+    [
+        (
+            "json",
+            ["backfill", "T", "--input", "in", "--rows-are-events", "--out", "out"],
+            "--rows-are-events: has no keys",
+        ),
+        ("json", ["backfill", "T", "--input", "in", "--format", "json", "--out", "out"], "--format json: has no keys"),
+        (
+            "cbor",
+            ["backfill", "T", "--input", "in", "--format", "json-records", "--out", "out"],
+            "--format json-records: has keys that are text, not `source.key_format: cbor`",
+        ),
+    ],
+)
+def test_a_history_without_the_keys_that_ids_are_read_from_is_refused(fmt, given, said, tmp_path):
+    text = (
+        f"dedup: 1\nname: t\nsource: {{topics: [c], key_format: {fmt}}}\ntracking_id: {{key: id}}\nguard_period: 1h\n"
+    )
+    (tmp_path / "t.yaml").write_text(text, encoding="utf-8")
+    arguments = [str(tmp_path / "t.yaml") if each == "T" else each for each in given]
+    error = CliRunner().invoke(create_app(), ["spark", *arguments]).exception
+    assert isinstance(error, SettingsError), error
+    assert said in str(error)
+
+
 @pytest.mark.parametrize("fmt", ["avro", "protobuf"])
 @pytest.mark.parametrize("command", ["run", "backfill", "upsert"])
 def test_schemas_of_a_registry_need_its_address(command, fmt, tmp_path):

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from dedup.core.extract_one import Format
+from dedup.core.formats import Format
 from dedup.errors import TopologyError
 from dedup.topology.parse import parse
 
@@ -251,7 +251,11 @@ def test_a_mistake_in_one_line(line, said):
             "field: ''",
             '6:10: tracking_id.field: the path is empty; write a member name, such as "order.id"',
         ),
-        ("field: id", "key: false", "6:8: tracking_id.key: takes true only; leave it out to use another rule"),
+        (
+            "field: id",
+            "key: false",
+            "6:8: tracking_id.key: takes true, or the path of a member of the key; leave it out to use another rule",
+        ),
         ("field: id", "header: ''", "6:11: tracking_id.header: a header's name has 1 to 1000 characters"),
         ("field: id", "fields: []", "6:11: tracking_id.fields: is an empty list; name at least one path"),
         ("field: id", 'fields: [a, "a"]', '6:11: tracking_id.fields: "a" is listed twice'),

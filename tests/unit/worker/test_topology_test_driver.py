@@ -285,3 +285,19 @@ def test_values_that_name_their_schemas():
         known.feed(b"\0\0\0\0\7\2a", b"\0\0\0\0\7\2b", b"\0\0\0\0\x08\2c")
         known.feed(b"\2b", headers={"__value_schema_id": b"\1" + bytes(range(16))})
         assert known.verdicts == {"unique": 2, "duplicate": 1, "dead_letter": 1}
+
+
+def test_keys_that_name_their_schemas():
+    schema = json.dumps({"type": "record", "name": "K", "fields": [{"name": "id", "type": "string"}]})
+    wider = json.dumps(
+        {"type": "record", "name": "K", "fields": [{"name": "n", "type": "int"}, {"name": "id", "type": "string"}]}
+    )
+    made = topology(source={"topics": ["in"], "key_format": "avro"}, tracking_id={"key": "id"})
+    with pytest.raises(ValueError, match="values or keys name their schemas"):
+        TopologyTestDriver(made)
+    with TopologyTestDriver(made, schemas={1: schema, 2: wider}) as known:
+        known.feed(b"1", key=b"\0\0\0\0\1\2a")
+        known.feed(b"2", key=b"\0\0\0\0\2\x0e\2a")
+        known.feed(b"3", key=b"\0\0\0\0\3\2a")
+        known.feed(b"4", key=b"\2a", headers={"__key_schema_id": b"\0\0\0\0\1"})
+        assert known.verdicts == {"unique": 1, "duplicate": 2, "dead_letter": 1}

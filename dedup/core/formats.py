@@ -1,0 +1,92 @@
+"""Lists the formats of values and keys, and finds the reader for values of one format and schema."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, Literal
+
+from dedup.core import avro, protobuf
+from dedup.core.avro import AvroReader, SchemaRefused, avro_reader
+from dedup.core.cbor import cbor_reader
+from dedup.core.csv_row import CsvLayout, csv_reader
+from dedup.core.event_time import FieldTime
+from dedup.core.exact_json import Unreadable
+from dedup.core.framing import SchemaBook, SchemaRef, indexes_of, named, schema_of
+from dedup.core.member_reader import MemberReader
+from dedup.core.message_pack import message_pack_reader
+from dedup.core.proto_schema import Message, parse_proto
+from dedup.core.protobuf import ProtobufReader, protobuf_reader
+from dedup.core.tracking_id import Path
+
+Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
+TYPED: Final = frozenset[Format]({"avro", "protobuf"})
+"""The formats whose values can be read only with their schema."""
+MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
+"""The formats whose values are never decoded as a whole, so payloads are compared as bytes."""
+
+Schema = str | SchemaBook | CsvLayout
+"""A schema, the schemas of a registry, or the columns of CSV values."""
+Reader = AvroReader | ProtobufReader | MemberReader
+
+SCHEMA_UNKNOWN: Final = "schema_unknown"
+"""The fault code for a record whose schema the registry did not know when the record was judged."""
+
+
+def reader_of(
+    fmt: Format, schema: Schema, ref: SchemaRef, paths: tuple[Path, ...], time: FieldTime | None, *, zeros: bool
+) -> Reader:
+    """Return the reader for values of a format in `MEMBERWISE` with a given schema ID.
+
+    Raises Unreadable if the schema is unknown or unusable.
+    """
+    if fmt == "msgpack":
+        return message_pack_reader(paths, time)
+    if fmt == "cbor":
+        return cbor_reader(paths, time)
+    if isinstance(schema, CsvLayout):
+        return csv_reader(schema, paths, time)
+    text = schema if isinstance(schema, str) else schema[schema_of(ref)]
+    if text is None:
+        raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
+    found = _typed_reader(fmt, text, indexes_of(ref), paths, time, zeros=zeros)
+    if isinstance(found, str):
+        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def _typed_reader(
+    fmt: Format, text: str, indexes: tuple[int, ...], paths: tuple[Path, ...], time: FieldTime | None, *, zeros: bool
+) -> Reader | str:
+    """Return the reader, or why the schema is refused: parsing it again for each record would be slow."""
+    try:
+        if fmt == "protobuf":
+            return protobuf_reader(text, indexes, paths, time, zeros=zeros)
+        return avro_reader(text, paths, time)
+    except SchemaRefused as refused:
+        return str(refused)
+
+
+def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
+    """Return the non-null types that the member at a path can have, each mapped to True if the type is unusable.
+
+    A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
+    values have the schema's first message type. Raises SchemaRefused if the schema is invalid.
+    """
+    if fmt == "protobuf":
+        names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
+        return {name: protobuf.is_refused(name, time) for name in names if name is not None}
+    nodes = avro.nodes_at(avro.parse_schema(schema), path)
+    return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
+
+
+def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
+    """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
+    if fmt == "protobuf":
+        return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
+    holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
+    return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
+
+
+def _messages(schema: str, *, first: bool) -> list[Message]:
+    return [each for each in parse_proto(schema).nested[: 1 if first else None] if each is not None]
