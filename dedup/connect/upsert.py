@@ -32,7 +32,8 @@ from dedup.core.avro import Instant, Leaf, Refused
 from dedup.core.csv_row import number_of
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Absent, Number, Unreadable, canonical_json, decode, decode_quickly
-from dedup.core.extract_one import Headers, Reader, Recipe, reader_for
+from dedup.core.extract_one import Headers, Recipe, reader_for
+from dedup.core.formats import Reader
 from dedup.core.framing import SchemaBook, SchemaRef, payload_of, payloads_of, refs_of, rows_by_ref
 from dedup.core.odd_rows import NotInColumns, at_rows
 from dedup.core.proto_schema import TIMESTAMP

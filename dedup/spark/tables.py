@@ -27,7 +27,7 @@ from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
 from dedup.connect.upsert import RowMaker
-from dedup.core.extract_one import Format
+from dedup.core.formats import Format
 from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
 from dedup.core.tracking_id import Path, format_path
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
