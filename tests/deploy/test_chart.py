@@ -98,6 +98,17 @@ def test_pods_reach_brokers_registry_and_storage_and_nothing_else(more, ports):
     assert workers["ports"] == [{"protocol": "TCP", "port": "web"}]
 
 
+@pytest.mark.parametrize("given", [0, 7, None])
+def test_an_upgrade_leaves_the_number_of_workers_to_keda_if_replicas_is_null(given, tmp_path):
+    path = tmp_path / "my-values.yaml"
+    path.write_text(f"replicas: {'null' if given is None else given}\n", encoding="utf-8")
+    for more in (["--values", str(path)], ["--set", f"replicas={'null' if given is None else given}"]):
+        made = rendered(*more)
+        assert made["StatefulSet"]["spec"].get("replicas", "left out") == ("left out" if given is None else given)
+        assert "HorizontalPodAutoscaler" not in made
+        kubernetes_validate.validate(made["StatefulSet"], VERSIONS[-1], strict=True)
+
+
 def test_another_topology_replaces_the_pods():
     sums = [
         rendered(*more)["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
@@ -115,6 +126,7 @@ def values() -> Any:
     [
         (("replica",), 3),
         (("replicas",), "three"),
+        (("replicas",), -1),
         (("storage", "size"), "40GB"),
         (("config", "brokers"), []),
         (("config", "worker_id"), "a"),
