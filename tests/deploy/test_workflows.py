@@ -15,6 +15,7 @@ from dedup.core.tracking_id import ENCODING_VERSION
 from dedup.spark import table_sink
 from dedup.store import changelog, checkpoint, directory
 from dedup.worker import layout
+from tests.deploy.conftest import tool
 from tests.deploy.test_files import ROOT, load, schema
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -38,6 +39,37 @@ def test_a_workflow_is_valid_by_the_published_schema(path):
     next(iter(document["jobs"].values()))["step"] = []
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema("github-workflows"))
+
+
+def actionlint(*paths: Path) -> str:
+    """Return what actionlint finds; it gives the scripts of steps to shellcheck."""
+    program, shellcheck = (
+        tool("actionlint", "`.ci/job programs deploy`"),
+        tool("shellcheck", "Debian's package shellcheck"),
+    )
+    command = [program, "-no-color", "-shellcheck", shellcheck, *map(str, paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == bool(done.stdout), done.stderr
+    return done.stdout
+
+
+def test_actionlint_finds_nothing():
+    assert actionlint(*WORKFLOWS) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "says"),
+    [
+        ("needs: green", "needs: gren", 'needs job "gren" which does not exist'),
+        ("contents: read", "content: read", 'unknown permission scope "content"'),
+        ('"$GITHUB_REF_NAME"', "$GITHUB_REF_NAME", "SC2086"),
+    ],
+)
+def test_actionlint_finds_a_mistake(tmp_path, line, wrong, says):
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert line in text
+    (tmp_path / "release.yml").write_text(text.replace(line, wrong, 1), encoding="utf-8")
+    assert says in actionlint(tmp_path / "release.yml")
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
