@@ -35,6 +35,9 @@ ARG VERSION=unreleased REVISION=unknown
 LABEL org.opencontainers.image.title=dedup \
       org.opencontainers.image.description="Exactly-once deduplication for Kafka topics" \
       org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.url=https://dedup-streams.example \
+      org.opencontainers.image.source=https://dedup-streams.example/source \
+      org.opencontainers.image.documentation=https://dedup-streams.example/docs/ \
       org.opencontainers.image.version=$VERSION \
       org.opencontainers.image.revision=$REVISION
 RUN useradd --uid 10001 --create-home dedup \

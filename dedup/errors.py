@@ -55,16 +55,22 @@ class SettingsError(AuthorMistake):
     """The config file, a `--set` option, or an environment variable is wrong."""
 
 
+def install_command(package: str) -> str:
+    """Return the command that installs a package in the environment of this process."""
+    python = shlex.quote(sys.executable)
+    # An environment that `uv` creates has no pip.
+    pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+    return f"{pip} {shlex.quote(package)}"
+
+
 class PackageMissing(DedupError):
     """The packages of an optional feature (an extra) are not installed. The message says how to install them."""
 
     exit_code = 2
 
     def __init__(self, need: str, extra: str) -> None:
-        python = shlex.quote(sys.executable)
-        # An environment that `uv` creates has no pip.
-        pip = f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
-        super().__init__(f"{need} needs packages that are not installed; install them: {pip} 'dedup-streams[{extra}]'")
+        command = install_command(f"dedup-streams[{extra}]")
+        super().__init__(f"{need} needs packages that are not installed; install them: {command}")
 
 
 class StateIncompatible(DedupError):

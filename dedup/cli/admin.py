@@ -32,7 +32,7 @@ from dedup.cli.inputs import (
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
@@ -248,8 +248,10 @@ def reset(
     Example: dedup reset topologies/orders.yaml --to latest
     """
     from dedup.kafka.topic_admin import on_cluster
-    from dedup.worker.reset import Reset, delete_local_state, local_state
+    from dedup.worker.reset import Reset
 
+    if local and to is not None:
+        raise SettingsError([Problem("--to", "has no effect with --local, which changes no offsets; omit one of them")])
     parsed, settings = read_both(topology, config, overrides)
     start: Start | None
     match to:
@@ -258,19 +260,14 @@ def reset(
         case _:
             start = time_of("--to", to, f"earliest, latest or {A_TIME}")
     if local:
-        found = local_state(parsed, settings.state_dir)
-        delete_local_state(found)
-        typer.echo(f"local state of {len(found)} partitions deleted; workers restore it from the changelog")
+        _reset_local(parsed, settings, yes=yes)
         return
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
         order = Reset(parsed, settings, wire, admin)
         found = await order.look()
         if not yes:
-            typer.echo("\n".join(["this would be deleted:", *(f"  {each}" for each in _doomed(found))]))
-            if not typer.confirm("Every ID seen is forgotten and may be forwarded again. Delete it?"):
-                typer.echo("nothing was changed")
-                raise typer.Exit(1)
+            _ask_to_delete(_doomed(found), "Every ID seen is forgotten and may be forwarded again.")
         offsets = await order.run(found, start)
         typer.echo("\n".join(f"deleted: {each}" for each in _doomed(found)))
         for (name, partition), offset in sorted(offsets.items()):
@@ -282,13 +279,37 @@ def reset(
     on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 
 
+def _reset_local(topology: Topology, settings: Settings, *, yes: bool) -> None:
+    from dedup.worker.reset import delete_local_state, local_state
+
+    found = local_state(topology, settings.state_dir)
+    if not found:
+        typer.echo(f"{settings.state_dir} has no state of {topology.name}; nothing was changed")
+        return
+    if not yes:
+        _ask_to_delete(_places(found), "Workers then restore this state from the changelog.")
+    delete_local_state(found)
+    typer.echo(f"local state of {len(found)} partitions deleted; workers restore it from the changelog")
+
+
+def _ask_to_delete(doomed: Sequence[str], consequence: str) -> None:
+    """Show what would be deleted; raises Exit unless the user agrees."""
+    typer.echo("\n".join(["this would be deleted:", *(f"  {each}" for each in doomed)]))
+    if not typer.confirm(f"{consequence} Delete it?"):
+        typer.echo("nothing was changed")
+        raise typer.Exit(1)
+
+
+def _places(partitions: Sequence[Path]) -> list[str]:
+    return [f"local state {path}" for path in partitions]
+
+
 def _doomed(found: Doomed) -> list[str]:
     topics = [f"topic {name}, which is created again, empty" for name in found.topics]
-    places = [f"local state {path}" for path in found.partitions]
     return [
         f"the offsets of group {found.group}",
         *topics,
-        *places,
+        *_places(found.partitions),
         *(f"checkpoint {each}" for each in found.checkpoints),
     ]
 

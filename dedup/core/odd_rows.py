@@ -7,8 +7,8 @@ odd record among thousands adds little more than its own cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Final, TypeVar
 
@@ -78,15 +78,27 @@ def refuse(odd: npt.NDArray[np.bool_]) -> None:
         raise NotInColumns(np.flatnonzero(odd).tolist())
 
 
-@contextmanager
-def among(rows: slice | npt.NDArray[np.int64]) -> Iterator[None]:
+def among(rows: slice | npt.NDArray[np.int64]) -> AbstractContextManager[None]:
     """Convert positions in ``rows`` to batch positions if the body raises NotInColumns. A slice stands for all rows."""
-    try:
-        yield
-    except NotInColumns as refused:
-        if isinstance(rows, slice):
-            raise
-        raise NotInColumns(rows[refused.rows].tolist()) from None
+    return nullcontext() if isinstance(rows, slice) else _Among(rows)
+
+
+class _Among:
+    """What `among` returns for some of the rows.
+
+    Since Python 3.12, a generator of `contextlib.contextmanager` that replaces an exception keeps it in a reference
+    cycle, and with it the whole batch.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.int64]) -> None:
+        self._rows: Final = rows
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, refused: object, _traceback: object) -> None:
+        if isinstance(refused, NotInColumns):
+            raise NotInColumns(self._rows[refused.rows].tolist()) from None
 
 
 def in_order(count: int, pieces: Pieces[Any]) -> list[int]:

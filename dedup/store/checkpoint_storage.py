@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import fsspec
+from fsspec.registry import known_implementations
 
-from dedup.errors import CheckpointUnusable, DedupError, Problem, SettingsError
+from dedup.errors import CheckpointUnusable, DedupError, Problem, SettingsError, install_command
 from dedup.store.base import StoreIdentity
 from dedup.store.changelog import TaskRecord
 from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, StoreFile, files_of, pieces, write_file
@@ -203,10 +205,23 @@ def refuse_unreadable(url: str) -> None:
     except ValueError:
         text = f'no storage is known for "{protocol}://"; write a directory, or for example s3://bucket/path'
     except ImportError as error:
-        text = f'"{protocol}://" needs a package that is not installed: {error}. Install it with pip'
+        command = install_command(_package_of(protocol, error))
+        missing = f"a package that is not installed ({error.__cause__ or error})"
+        text = f'"{protocol}://" needs {missing}; install it: {command}'
     else:
         return
     raise SettingsError([Problem(url, text)])
+
+
+def _package_of(protocol: str, error: ImportError) -> str:
+    """Return the package, or the extra of fsspec, that supports a protocol."""
+    if protocol in known_implementations:
+        module = str(known_implementations[protocol]["class"]).partition(".")[0]
+        if module != "fsspec":
+            return module
+    if protocol in (metadata("fsspec").get_all("Provides-Extra") or ()):
+        return f"fsspec[{protocol}]"
+    return str(getattr(error.__cause__, "name", None) or protocol)
 
 
 def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # fsspec has no types

@@ -80,6 +80,35 @@ def test_a_schema_stands_beside_the_topology(tmp_path):
     assert data["o.avsc"] == (tmp_path / "o.avsc").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("more", "ports"),
+    [
+        ([], [9092, 9093, 443, 8081]),
+        (["--set", "network.egressPorts={443,8443}"], [9092, 9093, 443, 8443]),
+        (["--set", "network.brokerPorts={9098}"], [9098, 443, 8081]),
+        # A rule with an empty list of ports would allow all of them.
+        (["--set-json", "network.egressPorts=[]"], [9092, 9093]),
+        (["--set", "network.egressPorts=null"], [9092, 9093]),
+    ],
+)
+def test_pods_reach_brokers_registry_and_storage_and_nothing_else(more, ports):
+    dns, outside, workers = rendered(*more)["NetworkPolicy"]["spec"]["egress"]
+    assert outside == {"ports": [{"protocol": "TCP", "port": port} for port in ports]}
+    assert {port["port"] for port in dns["ports"]} == {53}
+    assert workers["ports"] == [{"protocol": "TCP", "port": "web"}]
+
+
+@pytest.mark.parametrize("given", [0, 7, None])
+def test_an_upgrade_leaves_the_number_of_workers_to_keda_if_replicas_is_null(given, tmp_path):
+    path = tmp_path / "my-values.yaml"
+    path.write_text(f"replicas: {'null' if given is None else given}\n", encoding="utf-8")
+    for more in (["--values", str(path)], ["--set", f"replicas={'null' if given is None else given}"]):
+        made = rendered(*more)
+        assert made["StatefulSet"]["spec"].get("replicas", "left out") == ("left out" if given is None else given)
+        assert "HorizontalPodAutoscaler" not in made
+        kubernetes_validate.validate(made["StatefulSet"], VERSIONS[-1], strict=True)
+
+
 def test_another_topology_replaces_the_pods():
     sums = [
         rendered(*more)["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
@@ -97,6 +126,7 @@ def values() -> Any:
     [
         (("replica",), 3),
         (("replicas",), "three"),
+        (("replicas",), -1),
         (("storage", "size"), "40GB"),
         (("config", "brokers"), []),
         (("config", "worker_id"), "a"),
@@ -104,6 +134,8 @@ def values() -> Any:
         (("topology", "name"), ""),
         (("terminationGracePeriodSeconds",), 10),
         (("network", "brokerPorts"), ["9092"]),
+        (("network", "egressPorts"), [0]),
+        (("network", "egressPorts"), 443),
         (("autoscaling", "cpuPercent"), 700),
     ],
 )

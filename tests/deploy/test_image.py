@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,25 @@ def test_the_build_sees_every_file_it_copies():
         word for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile, re.MULTILINE) for word in line.split()[:-1]
     }
     assert copied == seen
+
+
+def test_the_labels_say_what_the_project_says():
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (written,) = re.findall(r"^LABEL ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
+    labels = dict(pair.split("=", 1) for pair in shlex.split(written.replace("\\\n", "")))
+    assert {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()} == {
+        "title": "dedup",
+        "description": project["description"],
+        "licenses": project["license"],
+        "url": project["urls"]["Homepage"],
+        "source": project["urls"]["Source"],
+        "documentation": project["urls"]["Documentation"],
+        "version": "$VERSION",
+        "revision": "$REVISION",
+    }
+    # What .ci/job images fills in.
+    assert re.search(r"^ARG VERSION=\S+ REVISION=\S+$", dockerfile.partition(written)[0], re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", ["broker", "demo"])

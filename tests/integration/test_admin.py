@@ -142,7 +142,12 @@ def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     assert set(job.committed().values()) == {0}
     # The state of a worker elsewhere belongs to a changelog that is gone: it is refused, until it is deleted there.
     assert job.start("b").wait() == 3
-    assert "local state of 2 partitions deleted" in dedup(job, "reset", "--local", state_of="b")
+    asked = dedup(job, "reset", "--local", stdin="n\n", state_of="b", code=1)
+    assert asked.partition("Delete it?")[0].count(f"  local state {job.state_dir('b') / job.name}") == 2
+    assert "nothing was changed" in asked
+    assert job.start("b").wait() == 3
+    assert "local state of 2 partitions deleted" in dedup(job, "reset", "--local", "--yes", state_of="b")
+    assert "has no state of" in dedup(job, "reset", "--local", state_of="b")
     job.finish("b")
     assert set(output_ids(job).values()) == {2}
     report = verify(job.topology, job.settings)

@@ -81,6 +81,7 @@ def test_help_has_an_example(command):
     ("arguments", "text"),
     [
         (("reset", SIMPLEST, "--to", "yesterday"), "is not a time"),
+        (("reset", SIMPLEST, "--to", "latest", "--local"), "--to: has no effect with --local"),
         (("replay", SIMPLEST, "--late"), "they would be late again: add --forward"),
         (("replay", SIMPLEST, "--forward"), "dead letters are judged again; omit this option"),
         (("apply", "nowhere.yaml"), "cannot be read"),

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import shlex
 import sys
 from dataclasses import astuple
 
@@ -377,6 +378,23 @@ def test_a_url_that_nothing_here_can_read_ends_with_2(url, says, tmp_path):
     result = CliRunner().invoke(create_app(), ["checkpoint", str(path), "--to", url, "--set", "brokers=127.0.0.1:1"])
     assert isinstance(result.exception, SettingsError)
     assert says in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "package"),
+    [
+        ("s3://bucket/dedup", "s3fs", "s3fs"),
+        ("gs://bucket/dedup", "gcsfs", "gcsfs"),
+        ("abfs://container/dedup", "adlfs", "adlfs"),
+        ("sftp://host/dedup", "paramiko", "'fsspec[sftp]'"),  # fsspec's own code, which needs another package
+        ("dbfs://host/dedup", "requests", "requests"),  # the same, without an extra of fsspec
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(url, module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SettingsError) as caught:
+        CheckpointStorage(url)
+    assert str(caught.value).endswith(f"install it: {shlex.quote(sys.executable)} -m pip install {package}")
 
 
 def test_without_a_place_there_is_nothing_to_do(tmp_path):
