@@ -71,7 +71,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dedup_end_to_end_seconds",
         "histogram",
         "Time from a record's timestamp to the commit of its verdict. If the timestamp is over a minute older than the "
-        "last time when the record was not yet readable, it is an event time, and measurement starts at that time.",
+        "last time when the worker had read the whole partition, the timestamp counts as an event time, and "
+        "measurement starts at that time instead. Each record of a batch counts with the latency of the batch's first "
+        "record.",
     ),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
     Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),
@@ -194,7 +196,10 @@ class TaskNumbers(Judged):
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Record the age of a committed batch's oldest record as the end-to-end latency of each record in the batch."""
+        """Count each record of a committed batch with the latency of the batch's first record.
+
+        ``oldest_ms`` is the time from which that latency is measured, and ``newest_ms`` is that of the last record.
+        """
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 

@@ -20,6 +20,12 @@ from dedup.core.window import Source
 PICTURES: Final = Path(__file__).parent / "pictures"
 COLOURS: Final = {"unique": "#2a78b8", "duplicate": "#d98324", "late": "#8a8f98"}
 """Told apart without colour, too: each stretch is labelled."""
+STYLE: Final = (
+    "<style>svg{fill:#222}.panel{fill:#fff}.line{stroke:#444}.ring{stroke:#222}"
+    "@media (prefers-color-scheme: dark){svg{fill:#ddd}.panel{fill:#1e2129}.line{stroke:#999}.ring{stroke:#1e2129}}"
+    "</style>"
+)
+"""The colours of both themes. A browser gives a picture the theme of the page that shows it."""
 WIDTH, LEFT, RIGHT, LANE, TOP = 760, 150, 20, 46, 44
 
 
@@ -105,16 +111,17 @@ def svg(picture: Picture) -> str:
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'font-family="sans-serif" font-size="13" fill="#222">'
+            f'font-family="sans-serif" font-size="13">'
         ),
         f"<title>{escape(picture.title)}</title>",
-        f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>',
+        STYLE,
+        f'<rect class="panel" width="{WIDTH}" height="{height}" rx="6"/>',
         f'<text x="12" y="24" font-size="15" font-weight="bold">{escape(picture.title)}</text>',
     ]
     for number, lane in enumerate(picture.lanes):
         parts += _lane(picture, lane, TOP + number * LANE, x)
     axis = TOP + LANE * len(picture.lanes) + 6
-    parts.append(f'<line x1="{LEFT}" y1="{axis}" x2="{WIDTH - RIGHT}" y2="{axis}" stroke="#444"/>')
+    parts.append(f'<line x1="{LEFT}" y1="{axis}" x2="{WIDTH - RIGHT}" y2="{axis}" class="line"/>')
     every = 2 if picture.last - picture.first < 32 else 4  # noqa: PLR2004  # as many labels as fit
     for time in range(picture.first + picture.first % every, picture.last + 1, every):
         parts.append(f'<text x="{x(time + 0.5):.1f}" y="{axis + 16}" text-anchor="middle">{time}</text>')
@@ -137,7 +144,7 @@ def _lane(picture: Picture, lane: Lane, top: float, x: Callable[[float], float])
         time += length
     for name, at in lane.before:
         if name == lane.asked:
-            ring = 'r="4.5" fill="#ffffff" stroke="#222" stroke-width="2"'
+            ring = 'class="ring" r="4.5" fill="#ffffff" stroke-width="2"'
             yield f'<circle cx="{x(at + 0.5):.1f}" cy="{top + 6}" {ring}/>'
 
 

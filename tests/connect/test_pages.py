@@ -1,69 +1,81 @@
-"""The code of docs/edges-*.md runs, and prints what the pages say."""
+"""A reader who pastes docs/edges-*.md into an empty directory, block by block, sees what the pages show."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
 
-from tests.brokers import read_all
+from tests.brokers import RunningKafka, read_all
 
 pytestmark = pytest.mark.broker
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BROKER = "# terminal 2\ndedup broker\n"
+"""The test run's own broker stands for it."""
 
 
-def run(page: str, stage) -> None:
-    """Run a page's code beside its files, and compare what it prints."""
-    (stage.directory / "config.yaml").write_text(
-        json.dumps({"brokers": [stage.kafka.bootstrap], "web": {"enabled": False}})
-    )
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def follow(page: str, directory: Path, kafka: RunningKafka) -> None:
+    """Save and paste a page's blocks in their order, and compare what the commands print; only addresses are changed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
+    environ |= {"PATH": path, "DEDUP_WEB__PORT": str(free_port())}
     blocks = FENCE.findall((DOCS / page).read_text(encoding="utf-8"))
-    for text in (text for kind, text in blocks if kind == "yaml"):
-        name = re.search(r"^name: (\S+)", text, re.MULTILINE)
-        assert name is not None
-        (stage.directory / f"{name[1]}.yaml").write_text(text, encoding="utf-8")
-    (code,) = [text for kind, text in blocks if kind == "python"]
-    (shown,) = [text for kind, text in blocks if kind == "text"]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=stage.directory, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown
+    assert [text for kind, text in blocks if text.startswith("# terminal 2")] == [BROKER]
+    printed = None
+    for kind, shown in blocks:
+        text = shown.replace("localhost:9092", kafka.bootstrap)
+        head = text.partition("\n")[0].removeprefix("# ")
+        if kind == "text":
+            assert printed == text
+        elif kind != "sh":
+            (directory / head).write_text(text, encoding="utf-8")
+        elif shown != BROKER:
+            assert head == "terminal 1"
+            done = subprocess.run(
+                ["bash", "-ec", text], cwd=directory, env=environ, capture_output=True, text=True, check=False,
+                timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, (text, done.stdout, done.stderr)
+            printed = done.stdout
 
 
-def test_retries(stage, admin):
-    admin.create_topic("checkout.orders", 2)
-    run("edges-retries.md", stage)
-    found = read_all(stage.kafka.bootstrap, "checkout.orders")
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def test_retries(empty, kafka):
+    follow("edges-retries.md", empty, kafka)
+    found = read_all(kafka.bootstrap, "checkout.orders")
     assert sorted(message.key() for message in found) == [b"order-0", b"order-1", b"order-2"]
 
 
-def test_restarts(stage, admin):
-    admin.create_topic("meter.readings", 2)
-    run("edges-restarts.md", stage)
-    found = read_all(stage.kafka.bootstrap, "meter.readings")
+def test_restarts(empty, kafka):
+    follow("edges-restarts.md", empty, kafka)
+    found = read_all(kafka.bootstrap, "meter.readings")
     assert [message.value() for message in found] == [f"reading {number}".encode() for number in range(10)]
 
 
-def test_counting_once(stage, admin):
-    admin.create_topic("payments", 2)
-    run("edges-counting-once.md", stage)
+def test_counting_once(empty, kafka):
+    follow("edges-counting-once.md", empty, kafka)
+    assert len(read_all(kafka.bootstrap, "payments")) == 5
 
 
-def test_history(stage, admin):
-    admin.create_topic("visits", 2, {"retention.ms": "-1"})
-    producer = Producer({"bootstrap.servers": stage.kafka.bootstrap})
-    for number in range(100):
-        visit = {"id": f"v-{number % 40}", "page": "/", "at": f"2019-01-{number % 40 % 28 + 1:02}T00:00:00Z"}
-        producer.produce("visits", json.dumps(visit), visit["id"], partition=number % 40 % 2)
-    assert producer.flush(30) == 0
-    run("edges-history.md", stage)
+def test_history(empty, kafka):
+    follow("edges-history.md", empty, kafka)
+    assert len(read_all(kafka.bootstrap, "visits")) == 100
 
 
 def test_the_demo_s_files_are_those_to_copy():

@@ -1,4 +1,4 @@
-"""`dedup.run` on a real broker, as the docs show it: `TopologyTestDriver` writes the same bytes to the same topics."""
+"""The programs of docs/library.md on a real broker: `dedup.run`, whose bytes are the driver's, and a Faust app."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 import dedup
 from dedup.store.changelog import TASK_RECORD_KEY
+from tests.brokers import Admin, RunningKafka
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job
 from tests.integration.workload import BASE_MS, Event
+from tests.waiting import LoggedProcess
 
 pytestmark = pytest.mark.broker
 ROOT = Path(__file__).parents[2]
@@ -136,10 +139,41 @@ def test_run_raises_what_stops_the_command(make_job: MakeJob) -> None:
     assert done.stderr.splitlines()[-1].startswith(f"source topic {job.topology.source.topics[0]!r} does not exist.")
 
 
-def example() -> str:
-    """Return the program of docs/library.md that runs `orders.yaml` with `config.yaml`."""
+@pytest.mark.parametrize("level", ["read_committed", "read_uncommitted"])
+def test_the_faust_app_reads_no_record_of_an_aborted_transaction(
+    kafka: RunningKafka, admin: Admin, topic_names: Any, tmp_path: Path, level: str
+) -> None:
+    topic, guarantee = admin.create_topic(topic_names("shipping")), 'processing_guarantee="exactly_once"'
+    program = example("faust.App(").replace("localhost:9092", kafka.bootstrap).replace("orders.unique", topic)
+    program = program.replace('"shipping"', f'"{topic}-app"')
+    assert guarantee in program
+    if level == "read_uncommitted":  # as it is without the setting
+        program = program.replace(guarantee, 'processing_guarantee="at_least_once"')
+    (tmp_path / "shipping.py").write_text(program, encoding="utf-8")
+    writer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": topic})
+    writer.init_transactions(30)
+    for orders, end in (
+        (("A-1", "A-2"), writer.commit_transaction),
+        (("B-1", "B-2"), writer.abort_transaction),
+        (("A-3",), writer.commit_transaction),
+    ):
+        writer.begin_transaction()
+        for order in orders:
+            writer.produce(topic, json.dumps({"order_id": order}))
+        assert writer.flush(30) == 0  # the broker has the records even if the transaction is aborted
+        end(30)
+    app = LoggedProcess(["env", f"--chdir={tmp_path}", sys.executable, "shipping.py", "worker"], tmp_path / "app.log")
+    try:
+        app.until_logged("ship A-3")
+        assert app.stop() == 0, app.log
+    finally:
+        app.kill()
+    aborted = [] if level == "read_committed" else ["B-1", "B-2"]
+    assert re.findall(r"ship (\S+)", app.log) == ["A-1", "A-2", *aborted, "A-3"]
+
+
+def example(names: str = "dedup.run(") -> str:
+    """Return the program of docs/library.md that contains a text."""
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    (found,) = [
-        text for text in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "dedup.run(" in text
-    ]
+    (found,) = [text for text in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if names in text]
     return str(found)
