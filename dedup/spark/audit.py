@@ -42,7 +42,6 @@ from dedup.verify.replay import (
     WHY_SCHEMA,
     WHY_SIDE_GONE,
     by_evidence,
-    no_schema,
 )
 from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
 from dedup.verify.spill import stand_in
@@ -112,7 +111,12 @@ def _refuse_deleted_schemas(cut: AuditCut, rows: DataFrame) -> None:
     if cut.topology.source.needs_registry and cut.complete(cut.topology.dead_letter):
         settled = f"verdict = 'dead_letter' AND reason = '{SCHEMA_UNKNOWN}' AND NOT (history OR pending OR doubtful)"
         for row in rows.where(f"{settled} AND coalesce(times_dead_letter, 0) = 0").select("source").take(1):
-            raise StateIncompatible(no_schema(row["source"]))
+            raise StateIncompatible(
+                f"{row['source']}: the schema registry does not know the schema of this record, and no dead letter "
+                f"says so. Either the schema was deleted after the record was judged, or the dead letter was. Nothing "
+                f"can be audited until the schema is registered again, with the same ID, or is in "
+                f"`schema_registry.directory`."
+            )
 
 
 def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:

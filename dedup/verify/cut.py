@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.event_time import create_time_fault
+from dedup.core.extract_one import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.flow_loader import load_flow
@@ -120,6 +121,8 @@ class WrittenPartition:
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
     """True if a transaction stays open, so that the records after the transaction's beginning are unknown."""
+    schemas_gone: bool = False
+    """True if the IDs of some records are unknown, because the schema registry does not know their schemas."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
@@ -212,6 +215,11 @@ class Cut:
         topics = enumerate(self.topology.source.topics)
         return [(at, partition) for at, topic in topics for partition in range(partitions[topic])]
 
+    @property
+    def names_schemas(self) -> bool:
+        """True if the records' schemas are in a schema registry, which may have lost some."""
+        return self.topology.source.names_schemas
+
     def whole(self, topic: str) -> bool:
         """Return whether every partition of a topic still contains its first record."""
         return not any(bounds.start_deleted for bounds in self.bounds[topic].values())
@@ -253,6 +261,7 @@ class Cut:
     def _add(self, found: WrittenPartition, columns: RecordColumns, *, stamped: bool) -> None:
         extracted = extracted_of(self.plan.extract, columns)
         ids = extracted.ids
+        found.schemas_gone |= any(fault.code == SCHEMA_UNKNOWN for fault in extracted.faults.values())
         contents = contents_of(columns.keys, columns.values)
         timestamps_ms = np.array(columns.timestamps_ms, np.int64) if stamped else np.zeros(len(ids), np.int64)
         exempt = [bool(own) and any(name == VERDICT_HEADER for name, _ in own) for own in columns.headers]

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final
 
+import numpy as np
+
+from dedup.core.extract_one import SCHEMA_UNKNOWN
 from dedup.core.window import Source
 from dedup.verify.compare import SeenColumns, contents_of, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
@@ -25,7 +28,7 @@ from dedup.verify.findings import (
 )
 from dedup.verify.flow_outputs import WHY_UNORDERED
 from dedup.verify.kafka_reader import Bounds, RecordColumns
-from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest
+from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest, schema_named
 from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
 from dedup.verify.spill import Spill, buckets_for, places_of
@@ -124,6 +127,7 @@ def source_log(
 
 def keep(cut: Cut, spill: Spill, log: Log) -> Log:
     """Add the sampled records to their buckets and return them, and count all other records."""
+    note_schemas_gone(cut, log)
     kept = cut.sampled(log.ids, log.contents)
     if len(kept) < len(log.ids):
         cut.report.unsampled += len(log.ids) - len(kept)
@@ -135,6 +139,13 @@ def keep(cut: Cut, spill: Spill, log: Log) -> Log:
         size_bytes += sum(len(each.key or b"") + len(each.value or b"") for each in log.flowed if each is not None)
     spill.add(places_of(log.ids, log.contents), log, size_bytes)
     return log
+
+
+def note_schemas_gone(cut: Cut, log: Log) -> None:
+    """Name in the report the judged records that cannot be judged again because their schema was deleted."""
+    for row in log.at(np.flatnonzero([each is not None for each in log.odd])).rows() if cut.names_schemas else ():
+        if row.odd.schema and not row.odd.pending:
+            cut.report.schema_gone(row.odd.schema, cut.plan.place(row.source))
 
 
 def _judge(held: _Partition) -> None:
@@ -170,7 +181,7 @@ def _compare_output(
 ) -> None:
     found = matched_at_once([task.forwarded], [seen], from_end=not held.known)
     # An optional record may match the output of an equal, deleted source record, so its order is not checked.
-    all_sure = held.excused_below is None
+    all_sure = held.excused_below is None and not (held.known and task.schema_gone)
     output.order.match(*found.places(0, optional=all_sure))
     held.pending_found += sum(wanted.pending for *_, wanted in found.matched)
     extra = [each for each in found.extra if each[1].offset >= (held.excused_below or 0)]
@@ -265,6 +276,10 @@ def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: i
         for offset, time_ms, own in zip(columns.offsets, extracted.times_ms, extracted.ids, strict=True)
         if own is not None and not holds(Source(0, partition, offset))
     ]
+    for at, fault in extracted.faults.items():
+        value, source = columns.values[at], Source(0, partition, columns.offsets[at])
+        if fault.code == SCHEMA_UNKNOWN and value is not None and not holds(source):
+            cut.report.schema_gone(schema_named(cut.plan, value, columns.headers[at]), cut.plan.place(source))
     ids = [own for *_, own in rows]
     sampled = cut.sampled(ids, ids)
     judged.add(places_of(ids, ids)[sampled], [[rows[at][column] for at in sampled.tolist()] for column in range(4)])

@@ -27,7 +27,7 @@ from dedup.verify.findings import copy_topics
 from dedup.verify.kafka_reader import KafkaReader, RecordColumns, without_garbage_collection
 from dedup.verify.log_scan import Log, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
+from dedup.verify.replay import Doubt, why_doubted
 from dedup.verify.report import Report
 
 _MOST_LISTED: Final = 1_000
@@ -198,7 +198,7 @@ def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, ex
         explained.of, explained.of_ms = cut.plan.place(verdict.of.source), verdict.of.last_ms
     unseen_ms, own = row.odd.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
-        explained.doubt = WHY_CLAMPED if row.odd.doubt_by_clock else WHY_FRONT
+        explained.doubt = why_doubted(row)
     elif cut.compacted.intersection(cut.topology.source.topics):
         explained.doubt = WHY_COMPACTED
     late = cut.plan.late

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from dedup.core.window import Source
-from dedup.verify.compare import Comparison, SeenColumns, Wanted, matched_at_once
+from dedup.verify.compare import DIGEST_BYTES, Comparison, Seen, SeenColumns, Wanted, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
-from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
+from dedup.verify.replay import WHY_AFTER_SCHEMA_GONE, WHY_CLAMPED, WHY_FRONT, CopyKind, TaskReplay
 from dedup.verify.report import Report
 
 NOT_EXPECTED: Final = "not the record that the model expects here"
@@ -86,6 +86,8 @@ class OrderFree:
         self._complete: Final = not any(
             each.bounds.start_deleted or each.truncated or each.topic in cut.compacted for each in written
         )
+        # An ID that is not in the output may be that of an output record whose schema is gone.
+        self._ids_known: Final = not any(each.schemas_gone for each in written)
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
         self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
@@ -108,7 +110,7 @@ class OrderFree:
         late, place = self._cut.plan.late, self._cut.plan.place(source)
         if late is not None and late.take([source]):
             return
-        if not self._forwards:
+        if not (self._forwards and self._ids_known):
             return  # Without an output, a unique record is written nowhere.
         times_ms, rules = self._times_ms.get(tracking_id), self._cut.plan.rules
         if times_ms is None and not self._complete:
@@ -172,7 +174,8 @@ class Copies:
     def _compare(
         self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
     ) -> None:
-        offsets, numbers, positions = found.places(0)
+        schema_gone = any(task.schema_gone for task in tasks)
+        offsets, numbers, positions = found.places(0, optional=not schema_gone)
         written.order.match(offsets, np.array([task.books.partition for task in tasks], np.int64)[numbers], positions)
         if written.truncated:
             report.unprovable(WHY_OPEN, len(found.missing))
@@ -184,10 +187,13 @@ class Copies:
         from_purged = any(self._write_to(written, number) for number in self._purged)
         excused = written.order.first_matched() if found.extra and not self._known else 0
         for _, copy in found.extra:
+            if _is_unjudged(copy, tasks):
+                continue
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
-                report.unprovable(WHY_CLAMPED if self._known else WHY_FRONT)
+                known = WHY_AFTER_SCHEMA_GONE if schema_gone else WHY_CLAMPED
+                report.unprovable(known if self._known else WHY_FRONT)
             elif copy.offset < excused:
                 report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
             else:
@@ -201,6 +207,17 @@ class Copies:
             for offset in () if written.bounds.start_deleted else written.order.displaced():
                 text = "not in the order of the log"
                 self._cut.report.violation("wrong_duplicate", written.place(offset), text)
+
+
+def _is_unjudged(copy: Seen, tasks: Sequence[TaskReplay]) -> bool:
+    """Return whether a copy is that of a record that cannot be judged again; if so, no other copy of it is expected."""
+    if copy.id is not None:
+        return False
+    content = copy.digest[:DIGEST_BYTES]
+    task = next((task for task in tasks if task.unknown_copies[content]), None)
+    if task is not None:
+        task.unknown_copies[content] -= 1
+    return task is not None
 
 
 def copy_topics(cut: Cut) -> dict[CopyKind, str]:

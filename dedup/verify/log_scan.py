@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.framing import FRAMING_FAULTS, named, split
 from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.topology.model import LateForward, Topology
@@ -35,6 +38,11 @@ from dedup.verify.spill import Spill, stand_in
 
 _ANY: Final = b"any"
 _AFTER_ALL_TIME: Final = 1 << 62
+_NEEDS_NO_SCHEMA: Final = FRAMING_FAULTS | {SCHEMA_UNKNOWN}
+"""The reasons of dead letters that can be checked without the record's schema."""
+
+DoubtBy = Literal["", "clock", "schema"]
+"""Why there is doubt: records were deleted, an event time may have been clamped, or a schema was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +99,14 @@ class Odd(NamedTuple):
     """Stream time before this record was judged."""
     doubt_ms: int | None = None
     """The event time up to which sightings may be unknown because their records were lost; None if all are known."""
-    doubt_by_clock: bool = False
-    """True if there is doubt because the worker may have clamped an event time to its clock."""
+    doubt_by: DoubtBy = ""
     late: Filed | None = None
     letter: Filed | None = None
     """The record's entry in the dead-letter topic, or None without an entry."""
     stand_in: bytes = b""
     """The digest that a worker wrote to a side topic in place of a value that was too large; otherwise empty."""
+    schema: str = ""
+    """The ID of the record's schema if the record cannot be judged again because the schema was deleted."""
 
     @classmethod
     def of(cls, values: Sequence[object]) -> Odd:
@@ -241,7 +250,7 @@ class _Batch:
         replayed = [at for at, headers in enumerate(self.columns.headers) if headers and self._replayed(plan, headers)]
         return {*self.extracted.faults, *own, *replayed}
 
-    def odd(self, plan: Plan, at: int, before_ms: int, doubt_ms: int | None, *, clamped: bool) -> Odd:
+    def odd(self, plan: Plan, at: int, before_ms: int, doubt_ms: int | None, doubt_by: DoubtBy) -> Odd:
         """Return the facts that make a record odd."""
         fault, source = self.extracted.faults.get(at), self.sources[at]
         late, letter = self.late.get(source), self.letters.get(source)
@@ -253,15 +262,35 @@ class _Batch:
             self._replayed(plan, self.columns.headers[at]),
             before_ms,
             doubt_ms,
-            clamped,
+            doubt_by,
             late,
             letter,
             stand_in(self.columns.values[at]) if too_large else b"",
+            self.schema_gone(plan, at),
         )
+
+    def schema_gone(self, plan: Plan, at: int) -> str:
+        """Return the schema ID of a record that was judged with a schema that is now unknown, or an empty string."""
+        fault, letter, value = (
+            self.extracted.faults.get(at),
+            self.letters.get(self.sources[at]),
+            self.columns.values[at],
+        )
+        if fault is None or fault.code != SCHEMA_UNKNOWN or value is None:
+            return ""
+        if letter is not None and letter.reason in _NEEDS_NO_SCHEMA:
+            return ""
+        return schema_named(plan, value, self.columns.headers[at])
 
     @staticmethod
     def _replayed(plan: Plan, headers: Headers) -> bool:
         return parse_source(header(headers, REPLAYED_HEADER), plan.topology.source.topics) is not None
+
+
+def schema_named(plan: Plan, value: bytes, headers: Headers) -> str:
+    """Return the ID of the schema that a value with an intact framing names."""
+    recipe = plan.extract.recipe
+    return named(split(recipe.schema_id, value, headers, indexed=recipe.indexed)[0])
 
 
 def stream_times(
@@ -334,9 +363,13 @@ class LogScan:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
         """A model that judges all records under one artificial ID, only to compute stream time."""
-        self._from_start: Final = from_start
-        self._anchor_ms: int | None = None
-        self._clamped = False
+        self._doubt_ms: int | None = None
+        """The event time up to which sightings may be unknown, or None if all are known."""
+        self._doubt_by: DoubtBy = ""
+        self._anchored = from_start
+        """False while unknown records may have moved stream time to any value."""
+        self._anchors = True
+        """False if no later record can show how far unknown records have moved stream time."""
 
     def scan(
         self,
@@ -359,7 +392,8 @@ class LogScan:
         wanted = None if only is None else [at for at, own in enumerate(extracted.ids) if own in only]
         contents = contents_of(columns.keys, columns.values) if wanted is None else _some(columns, wanted)
         batch = _Batch(columns, sources, extracted, contents, late, letters, pending, _flowed(plan, columns, sources))
-        at_once = self._from_start and plan.rules.future != "clamp"
+        at_once = self._anchored and self._doubt_ms is None and plan.rules.future != "clamp"
+        at_once = at_once and not any(fault.code == SCHEMA_UNKNOWN for fault in extracted.faults.values())
         log = (self._at_once if at_once else self._one_by_one)(batch, idle_rows)
         if wanted is None and not idle_rows:
             return log
@@ -367,7 +401,7 @@ class LogScan:
         return log.at(np.array([at for at in rows if at not in idle_rows], np.int64))
 
     def _one_by_one(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log that may have lost records, with the doubt about each record's verdict."""
+        """Return the rows of a log with unknown records, with the doubt about each record's verdict."""
         after_ms, odd = np.empty(len(batch.sources), np.int64), list[Odd | None]()
         odd_rows = batch.odd_rows(self._plan)
         for at, source in enumerate(batch.sources):
@@ -378,7 +412,7 @@ class LogScan:
                 doubt_ms = self._doubt_after(batch, at)
             after_ms[at] = self._model.stream_time_ms
             plain = doubt_ms is None and at not in odd_rows
-            odd.append(None if plain else batch.odd(self._plan, at, before_ms, doubt_ms, clamped=self._clamped))
+            odd.append(None if plain else batch.odd(self._plan, at, before_ms, doubt_ms, self._doubt_by))
         return batch.log(after_ms, odd)
 
     def _doubt_after(self, batch: _Batch, at: int) -> int | None:
@@ -389,16 +423,27 @@ class LogScan:
         record = ModelRecord(extracted.ids[at], extracted.times_ms[at], source)
         self._pass(record._replace(fault=model_fault), letter, pending=batch.pending)
         judged = record.id is not None and record.time_ms >= 0 and letter is None
-        # Stream time before a judged record is unknown if the log's beginning was deleted.
-        begins_in_doubt = judged and not self._from_start and self._anchor_ms is None
-        if begins_in_doubt and not self._perhaps_late(batch.original(at), batch.late):
+        can_anchor = judged and self._anchors and not self._anchored
+        if can_anchor and not self._perhaps_late(batch.original(at), batch.late):
             # The record was unique, or a duplicate of a sighting that was still kept, regardless of the record's age.
             rules = plan.rules
             longest_ms = rules.extend_at_most_ms if rules.extend else 0
             self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
-        if self._anchor_ms is None and not self._from_start:
+            self._anchored = True
+        if letter is None and batch.schema_gone(plan, at):
+            self._lose(batch.columns.timestamps_ms[at])
+        if not self._anchored:
             return max(record.time_ms, self._model.stream_time_ms) + plan.rules.grace_ms
-        return self._anchor_ms
+        return self._doubt_ms
+
+    def _lose(self, timestamp_ms: int) -> None:
+        """Note that a record of unknown ID was judged, which may have advanced stream time."""
+        topology, self._doubt_by = self._plan.topology, "schema"
+        if isinstance(topology.event_time, FieldTime) or not (topology.direct or self._plan.dead_letters.complete):
+            # With several feeds, the event time of a record does not bound the event times of other feeds.
+            self._anchored, self._anchors = False, self._anchors and topology.direct
+        else:
+            self._doubt_from(timestamp_ms)
 
     def _at_once(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
         """Return the rows of a log whose beginning was not deleted, and calculate stream time for all rows at once."""
@@ -416,7 +461,7 @@ class LogScan:
         odd: list[Odd | None] = [None] * len(ids)
         for at in batch.odd_rows(self._plan):
             before = int(after_ms[at - 1]) if at else before_ms
-            odd[at] = batch.odd(self._plan, at, before, None, clamped=False)
+            odd[at] = batch.odd(self._plan, at, before, None, "")
         return batch.log(after_ms, odd)
 
     def _pass(self, record: ModelRecord, letter: Filed | None, *, pending: bool) -> None:
@@ -431,7 +476,8 @@ class LogScan:
         if ahead and plan.rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME:
             # The record was accepted, so the worker's clock was ahead. A worker that clamps event times may have used a
             # different time.
-            self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
+            if self._anchored and self._doubt_ms is None:
+                self._doubt_by = "clock"
             self._doubt_from(record.time_ms)
         self._model.judge(record._replace(id=_ANY))
         self._model.sightings.clear()
@@ -440,12 +486,11 @@ class LogScan:
         """Return whether a record was late. If no topic shows that, return whether the record may have been late."""
         plan = self._plan
         if plan.late is not None:
-            return original.source in late
+            return original.source in late or not plan.late.complete
         return plan.late_digests is None or forwarded_digest(plan, original, "late") in plan.late_digests
 
     def _doubt_from(self, time_ms: int) -> None:
-        if self._anchor_ms is None or time_ms > self._anchor_ms:
-            self._anchor_ms = time_ms
+        self._doubt_ms = time_ms if self._doubt_ms is None else max(self._doubt_ms, time_ms)
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:

@@ -20,8 +20,18 @@ WIDTH, LEFT = 960, 64
 """The width, in pixels, of a plot, and of the labels on the plot's left side."""
 _HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
-_COLUMNS: Final = ("read", "unique", "exempt", "duplicates", "late", "dead_letters", "pending", "not_provable")
-_ONLY_IF_ANY: Final = frozenset({"exempt", "pending", "not_provable"})
+_COLUMNS: Final = (
+    "read",
+    "unique",
+    "exempt",
+    "duplicates",
+    "late",
+    "dead_letters",
+    "unjudged",
+    "pending",
+    "not_provable",
+)
+_ONLY_IF_ANY: Final = frozenset({"exempt", "unjudged", "pending", "not_provable"})
 _OUTCOMES: Final = {**dict(zip(VERDICTS, _COLOURS, strict=True)), "exempt": _EXEMPT_COLOUR}
 
 _STYLE: Final = """
@@ -58,6 +68,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"… and {hidden:,} more; a report file (--report) has up to 100 of each kind")
     for reason, number in report.not_provable.items():
         console.print(f"not provable, {number:,} records: {reason}", style="yellow", markup=False, highlight=False)
+    for sentence in report.lacking():
+        console.print(sentence, style="yellow", markup=False, highlight=False)
     console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)
 
 
@@ -122,6 +134,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
     if report.not_provable:
         reasons = html_table((number, reason) for reason, number in report.not_provable.items())
         parts += ("<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p>", reasons)
+        parts += (f"<p>{escape(sentence)}</p>" for sentence in report.lacking())
     return page(f"{command} {report.topology}", parts)
 
 

@@ -7,6 +7,7 @@ module runs only the checks that do not depend on order (`findings.OrderFree`).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from dedup.core.extract_one import EXTRACTED, passed_on
+from dedup.core.extract_one import EXTRACTED, SCHEMA_UNKNOWN, passed_on
 from dedup.core.flow import FLOW_FAILED
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
 from dedup.verify.compare import Column, Headers, contents_of, digests, matched_at_once, selected
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
-from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
+from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, note_schemas_gone, report_leftovers
 from dedup.verify.evidence import (
     IDLE_HEADER,
     MOST_DIGITS,
@@ -47,7 +48,7 @@ from dedup.verify.findings import (
 from dedup.verify.flow_outputs import WHY_UNORDERED
 from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row
-from dedup.verify.replay import FUTURE, TaskReplay, by_evidence
+from dedup.verify.replay import FUTURE, WHY_SCHEMA_GONE, TaskReplay, by_evidence
 from dedup.verify.report import Books
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
@@ -342,16 +343,25 @@ def _compare_ids(cut: Cut, before: Spill, after: Spill, number: int) -> None:
     places = zip(*(each.tolist() for each in columns), strict=True)
     # Two faults are not compared, because their texts may contain addresses.
     pairs = ((passed.get(place) or now, now) for place, now in zip(places, found, strict=True))
-    other = sum(was != now and not was[:1] == now[:1] == b"[" for was, now in pairs)
+    other = sum(was != now and not was[:1] == now[:1] == b"[" and not _schema_gone(now) for was, now in pairs)
     if other:
         cut.report.unprovable(WHY_OTHER_ID, other)
+
+
+def _schema_gone(found: bytes) -> bool:
+    return found[:1] == b"[" and json.loads(found)[1] == SCHEMA_UNKNOWN
 
 
 def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> None:
     """Account for a source record that is not in the repartition topic; ``judged`` contains only this record."""
     (faulty,), (own,) = judged.faulty, judged.ids
     if faulty is not None:
-        keep(cut, step.without_id[1], Log.of(faulty))
+        log = Log.of(faulty)
+        (row,) = log.rows()
+        if row.odd.schema and row.odd.letter is None:
+            _account_unjudged(cut, step, source, log)
+        else:
+            keep(cut, step.without_id[1], log)
     elif letter := cut.plan.dead_letters.take([source]).get(source):
         _account_letter(cut, step, source, judged, letter)
     elif not step.purged:
@@ -359,6 +369,16 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
     else:
         ids = [own or b""]
         step.absent.add(places_of(ids, ids), (*judged[:4], ids))
+
+
+def _account_unjudged(cut: Cut, step: _Step, source: Source, log: Log) -> None:
+    """Account for a source record with a deleted schema that is not in the repartition topic and has no dead letter."""
+    if not step.purged and cut.plan.dead_letters.complete:
+        text = f"neither in {cut.topology.repartition_topic} nor in {cut.plan.dead_letters.name}"
+        cut.report.violation("lost", cut.plan.place(source), text)
+        return
+    note_schemas_gone(cut, log)
+    cut.report.unprovable(WHY_SCHEMA_GONE)
 
 
 def _account_letter(cut: Cut, step: _Step, source: Source, judged: _Judged, letter: Filed) -> None:
@@ -411,8 +431,9 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
     if not written:
         return
     found = matched_at_once([task.forwarded for task in tasks], seen)
+    optional = not any(task.schema_gone for task in tasks)
     for at, each in enumerate(written):
-        each.order.match(*found.places(at))
+        each.order.match(*found.places(at, optional=optional))
     if step.purged:
         # The output also has records that have since been purged from the log, so unknown output records are not
         # violations.

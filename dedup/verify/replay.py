@@ -6,6 +6,7 @@ in buckets, because a verdict depends only on stream time and on the records wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
@@ -21,12 +22,11 @@ from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.framing import FRAMING_FAULTS
 from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
-from dedup.errors import StateIncompatible
 from dedup.topology.model import Topology
 from dedup.verify.compare import Column, Expected, Headers, SureColumns, Wanted, digest_with
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic, SourceTuple
 from dedup.verify.flow_outputs import FlowOutput, FlowOutputs
-from dedup.verify.log_scan import Flowed, Log, Plan, Row, forwarded_digest, forwarded_digests, position
+from dedup.verify.log_scan import DoubtBy, Flowed, Log, Plan, Row, forwarded_digest, forwarded_digests, position
 from dedup.verify.report import Books, Report, ViolationKind
 
 CopyKind = Literal["duplicates", "conflicts"]
@@ -40,10 +40,15 @@ _MANY_SIGHTINGS: Final = 64
 WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest of the log"
 WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topic"
 WHY_SCHEMA: Final = "the schema registry did not know their schema when they were judged, and knows it now"
+WHY_SCHEMA_GONE: Final = "the schema registry no longer knows their schema, so they cannot be judged again"
+WHY_AFTER_SCHEMA_GONE: Final = (
+    "an earlier record whose schema is gone may have the same ID, or may have made them late by advancing stream time"
+)
 WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
 WHY_FLOW_GONE: Final = "a topic of the flow has lost records, or a transaction there stays open"
 CHANGED_FLOW: Final = "the flow was changed since, or what it yields depends on more than the record"
+_WHY_DOUBT: Final[dict[DoubtBy, str]] = {"": WHY_FRONT, "clock": WHY_CLAMPED, "schema": WHY_AFTER_SCHEMA_GONE}
 _MOST_NAMED: Final = 5
 WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
 
@@ -54,13 +59,9 @@ def by_evidence(topology: Topology) -> dict[str, str]:
     return {REFUSED_BY_THE_BROKER: WHY_REFUSED, **by_registry}
 
 
-def no_schema(place: str) -> str:
-    """Return the error message for a record whose schema the registry does not know and that has no dead letter."""
-    return (
-        f"{place}: the schema registry does not know the schema of this record, and no dead letter says so. Either the "
-        f"schema was deleted after the record was judged, or the dead letter was. Nothing can be verified until the "
-        f"schema is registered again, with the same ID, or is in `schema_registry.directory`."
-    )
+def why_doubted(row: Row) -> str:
+    """Return why the verdict on a record may be wrong, for a record with a `doubt_ms`."""
+    return _WHY_DOUBT[row.odd.doubt_by]
 
 
 def copy_digest(plan: Plan, content: bytes, headers: Headers, first_ms: int, first: SourceTuple) -> bytes:
@@ -126,6 +127,13 @@ class TaskReplay:
         """The verdicts with which the flow may have received the current record, and whether they are certain."""
         self.in_order = True
         """False if the positions in this log do not determine the order of the written records."""
+        self.schema_gone = False
+        """True if a record cannot be judged again because its schema was deleted, or if a verdict depends on one.
+
+        Equal records then may have swapped verdicts, so the order of optional records proves nothing.
+        """
+        self.unknown_copies: Final[Counter[bytes]] = Counter()
+        """The contents of the records that cannot be judged again, and that may be in a topic of copies."""
         self._forget_at: Final[dict[bytes, int]] = {}
         """Maps each frequent ID to the number of sightings at which its expired sightings are dropped."""
 
@@ -138,7 +146,7 @@ class TaskReplay:
             self.books.replayed += row.odd.replayed and not row.odd.pending
             self._flow_may = [], True
             self._row(row)
-            if self._plan.flowed is not None and row.flowed is not None:
+            if self._plan.flowed is not None and row.flowed is not None and not row.odd.schema:
                 self._compare_flow(row, row.flowed, self._plan.flowed)
             self._forget(row.id)
             if taken % _FORGET_EVERY == 0:
@@ -206,6 +214,9 @@ class TaskReplay:
     def _row(self, row: Row) -> None:
         if not self._pending:
             self.books.read += 1
+        if row.odd.schema:
+            self._unjudged(row)
+            return
         if row.odd.fault is None and row.odd.letter is not None and row.time_ms >= 0:
             self._dead_by_evidence(row, row.odd.letter)
             return
@@ -219,6 +230,9 @@ class TaskReplay:
                 where = self._plan.late.place(row.odd.late)
                 self._violation("wrong_late", row, f"it is in {where}; the model says {verdict.kind}")
             certain = False
+        self._as_judged(row, verdict, certain=certain)
+
+    def _as_judged(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         match verdict.kind:
             case "unique" | "exempt":
                 self._forward(row, verdict, certain=certain)
@@ -230,9 +244,28 @@ class TaskReplay:
                 self._dead(row, row.odd.letter, row.odd.code or verdict.reason)
             case _ if self._pending:
                 pass
+            case _ if not certain:
+                self._count("unjudged", None)
             case _:
                 text = f"the topology says that the worker stops here ({verdict.reason})"
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
+
+    def _unjudged(self, row: Row) -> None:
+        """Take a record with a deleted schema as it is: its ID is unknown, and so is its event time, perhaps."""
+        self.schema_gone, letter, late = True, row.odd.letter, row.odd.late
+        self._unprovable(WHY_SCHEMA_GONE)
+        if letter is not None:
+            self._count("dead_letters", None)
+            self._same(row, letter, self._plan.dead_letters)
+        elif late is not None and self._plan.late is not None:
+            self._count("late", None)
+            self._same(row, late, self._plan.late)
+        else:
+            self._count("unjudged", None)
+            self.unknown_copies[row.content] += 1
+            whys = [*self._verdicts(), *(["missing_id"] if self._plan.rules.missing == "forward" else [])]
+            for why in whys if self._plan.flowed is None else ():
+                self.forwarded.others.append(self._wanted(row, forwarded_digest(self._plan, row, why), certain=False))
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
         """Return whether only this verdict is possible; otherwise, count the record as not provable."""
@@ -240,7 +273,8 @@ class TaskReplay:
             return False
         if row.odd.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
             return True
-        why = WHY_CLAMPED if row.odd.doubt_by_clock else WHY_FRONT
+        why = why_doubted(row)
+        self.schema_gone = self.schema_gone or row.odd.doubt_by == "schema"
         beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
         if row.odd.late is not None and verdict.kind == "unique" and beyond_ms <= row.odd.doubt_ms:
             # The record is late because of records that were deleted.
@@ -271,7 +305,7 @@ class TaskReplay:
             # worker's clock may have accepted the record's event time.
             skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
-            if not (far_ahead and by_append):
+            if not (far_ahead and by_append) or row.odd.doubt_by == "schema":
                 self._unprovable(WHY_CLOCK)
             self._same(row, letter, self._plan.dead_letters)
         elif not self._pending:
@@ -286,7 +320,7 @@ class TaskReplay:
         return by_evidence(self._plan.topology).get(letter.reason)
 
     def _verdicts(self) -> list[str]:
-        """Return every verdict that a record passed to the flow can have."""
+        """Return every verdict that a forwarded record with an ID can have."""
         late = ["late"] if self._plan.late_forwarded else []
         return ["", *late, *(["conflict"] if self._plan.rules.on_conflict == "forward" else [])]
 
@@ -411,8 +445,6 @@ class TaskReplay:
         if letter is None:
             if not dead_letters.complete:
                 self._unprovable(WHY_SIDE_GONE)
-            elif code == SCHEMA_UNKNOWN and not self._pending:
-                raise StateIncompatible(no_schema(self.place(row.source)))
             elif not self._pending:
                 self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
             return

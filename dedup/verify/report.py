@@ -34,6 +34,7 @@ MEANINGS: Final[dict[ViolationKind, str]] = {
 }
 
 SAMPLES_PER_KIND: Final = 100
+PLACES_PER_SCHEMA: Final = 5
 _MOST_BUCKETS: Final = 240
 _FIRST_BUCKET_MS: Final = 1_000
 VERDICTS: Final = ("unique", "duplicates", "late", "dead_letters")
@@ -47,6 +48,15 @@ class Violation:
     place: str
     """The place of the record, as ``topic/partition offset n``."""
     text: str
+
+
+@dataclass(slots=True)
+class GoneSchema:
+    """The records whose schema is neither in the schema registry nor among the exported schemas any more."""
+
+    records: int = 0
+    first: list[str] = field(default_factory=list)
+    """The places of the first `PLACES_PER_SCHEMA` records, as ``topic/partition offset n``."""
 
 
 @dataclass(slots=True)
@@ -65,6 +75,8 @@ class Books:
     """The number of duplicates whose payload differs from that of every sighting in range."""
     late: int = 0
     dead_letters: int = 0
+    unjudged: int = 0
+    """The number of records in ``not_provable`` whose verdict and result are unknown, as a schema was deleted."""
     replayed: int = 0
     """The number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
@@ -79,7 +91,7 @@ class Books:
     @property
     def balanced(self) -> bool:
         """True if the counts of verdicts add up to ``read`` and, if ``ended`` is known, ``ended`` equals ``read``."""
-        by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
+        by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters + self.unjudged
         return self.read == by_model and self.ended in {None, self.read}
 
 
@@ -136,6 +148,8 @@ class Report:
     """The number of records that were not judged, because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
     """Maps each reason to the number of records that are not provable for that reason."""
+    schemas_gone: dict[str, GoneSchema] = field(default_factory=dict)
+    """Maps the ID of each deleted schema to the judged records with this schema, sampled or not."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
@@ -158,6 +172,21 @@ class Report:
         """Count ``number`` records as not provable for the given reason."""
         if number:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
+
+    def schema_gone(self, schema: str, place: str) -> None:
+        """Name a judged record whose schema was deleted, so that the record cannot be judged again."""
+        gone = self.schemas_gone.setdefault(schema, GoneSchema())
+        gone.records += 1
+        if len(gone.first) < PLACES_PER_SCHEMA:
+            gone.first.append(place)
+
+    def lacking(self) -> list[str]:
+        """Return one sentence for each deleted schema: its ID, the number of its records, and the first of them."""
+        return [
+            f"schema {schema} is gone, and {gone.records:,} records have it: {', '.join(gone.first)}"
+            + (", …" if gone.records > len(gone.first) else "")
+            for schema, gone in self.schemas_gone.items()
+        ]
 
     def closing_line(self) -> str:
         """Return a one-line summary: how many records were lost and duplicated, and every other count that is not 0."""
@@ -200,6 +229,7 @@ class Report:
             "unsampled": self.unsampled,
             "violations": self.counts,
             "not_provable": self.not_provable,
+            "schemas_gone": {schema: asdict(gone) for schema, gone in self.schemas_gone.items()},
             "books": [asdict(books) | {"balanced": books.balanced} for books in self.books],
             "samples": [asdict(sample) for sample in self.samples],
             "timeline": {
