@@ -389,3 +389,11 @@ async def test_after_a_lost_connection_the_table_is_checked_again(stage, pg):
     until(lambda: not process.running, f"its end; log:\n{process.log}")
     assert "no unique index on n, so two rows may be equal there" in process.log
     assert "No later rows were sent" in process.log
+
+
+async def test_the_padding_of_a_char_column_is_part_of_its_value(stage, pg):
+    _, connection = pg
+    connection.execute("ALTER TABLE rows ALTER COLUMN id TYPE CHAR(4)")
+    connection.execute("INSERT INTO rows (id) VALUES ('ab')")
+    await stage.ingest(table(SOURCE))
+    assert [value["id"] for value in stage.values()] == ["ab  "]
