@@ -105,6 +105,10 @@ class Orders:
         assert (report.passed, report.not_provable) == (True, {}), report.to_json()
         assert sum(books.unique for books in report.books) == len(self.unique)
         assert sum(books.dead_letters for books in report.books) == self.failed
+        filtered = sum(own % 5 == 0 for own in self.unique)
+        assert filtered > 0
+        assert sum(books.filtered for books in report.books) == filtered
+        assert sum(books.sent_on for books in report.books) == len(self.unique) - filtered
 
 
 @pytest.mark.parametrize("kills", [1, 20])
