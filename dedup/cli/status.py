@@ -49,6 +49,7 @@ _FROM_WORKER: Final = (
     "state_bytes",
     "state_max_bytes",
     "verdicts",
+    "filtered",
     "seconds_since_commit",
 )
 
@@ -389,6 +390,8 @@ def table(seen: dict[str, Any], width: int) -> RenderableType:
         if seen[name]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
             lines.append(f"{what}: {counts}, since the responding workers started")
+    if filtered := sum(task.get("filtered") or 0 for task in seen["tasks"]):
+        lines.append(f"filtered by the flow: {filtered:,} records, since the responding workers started")
     return Lines(*lines, *(f"attention: {alert}" for alert in seen["alerts"]))
 
 

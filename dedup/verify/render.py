@@ -24,6 +24,8 @@ _COLUMNS: Final = (
     "read",
     "unique",
     "exempt",
+    "filtered",
+    "sent_on",
     "duplicates",
     "late",
     "dead_letters",
@@ -31,7 +33,7 @@ _COLUMNS: Final = (
     "pending",
     "not_provable",
 )
-_ONLY_IF_ANY: Final = frozenset({"exempt", "unjudged", "pending", "not_provable"})
+_ONLY_IF_ANY: Final = frozenset({"exempt", "filtered", "sent_on", "unjudged", "pending", "not_provable"})
 _OUTCOMES: Final = {**dict(zip(VERDICTS, _COLOURS, strict=True)), "exempt": _EXEMPT_COLOUR}
 
 _STYLE: Final = """
@@ -78,8 +80,7 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
     if not with_lines:
         table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
-    # The table omits empty columns, because they would take space on a narrow terminal.
-    shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
+    shown = _shown(report)
     table.add_column("partition", no_wrap=True)
     for at in shown:
         table.add_column(_COLUMNS[at].replace("_", " "), justify="right", no_wrap=True)
@@ -91,6 +92,12 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
         table.add_section()
         table.add_row("all", *(f"{sums[at]:,}" for at in shown), "")
     return table
+
+
+def _shown(report: Report) -> list[int]:
+    """Return the numbers of the columns to show, without empty ones that would take space on a narrow terminal."""
+    sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
+    return [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
 
 
 def _too_wide(table: Table, console: Console) -> int:
@@ -108,7 +115,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
     """Return the report of a command as a self-contained HTML page."""
     when = f"{_time(report.started_at_ms)} UTC"
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
-    exempt = any(each.exempt for each in report.books)
+    exempt, shown = any(each.exempt for each in report.books), _shown(report)
     parts = [
         f"<h1>{escape(report.topology)}</h1>",
         f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
@@ -121,10 +128,14 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
         _bars(report.books),
         html_table(
             (
-                (f"{books.topic}/{books.partition}", *_numbers(books), "yes" if books.balanced else "no")
+                (
+                    f"{books.topic}/{books.partition}",
+                    *(_numbers(books)[at] for at in shown),
+                    "yes" if books.balanced else "no",
+                )
                 for books in report.books
             ),
-            ("partition", *(name.replace("_", " ") for name in _COLUMNS), "balanced"),
+            ("partition", *(_COLUMNS[at].replace("_", " ") for at in shown), "balanced"),
         ),
     ]
     if not report.passed:

@@ -125,6 +125,8 @@ class TaskReplay:
         self._taken = 0
         self._flow_may: tuple[list[str], bool] = ([], True)
         """The verdicts with which the flow may have received the current record, and whether they are certain."""
+        self._forwarded = False
+        """True if the model forwards the current record, with the first verdict of `_flow_may`."""
         self.in_order = True
         """False if the positions in this log do not determine the order of the written records."""
         self.schema_gone = False
@@ -144,7 +146,7 @@ class TaskReplay:
         for taken, row in enumerate(log.at(np.flatnonzero(~at_once)).rows(), start=1):
             self._pending = row.odd.pending
             self.books.replayed += row.odd.replayed and not row.odd.pending
-            self._flow_may = [], True
+            self._flow_may, self._forwarded = ([], True), False
             self._row(row)
             if self._plan.flowed is not None and row.flowed is not None and not row.odd.schema:
                 self._compare_flow(row, row.flowed, self._plan.flowed)
@@ -343,6 +345,9 @@ class TaskReplay:
         """Compare the records that the flow should have sent for a source record with those that the flow sent."""
         whys, certain = self._flow_may
         options = [self._flow_made(row, why) for why in whys]
+        if not self._pending:
+            self.books.sent_on += bool(kept.sent)
+            self.books.filtered += self._forwarded and not kept.sent and options[0] == []
         certain = certain and not self._pending
         stamped = self._plan.rules.future != "clamp"
         for made in options:
@@ -404,7 +409,7 @@ class TaskReplay:
         # The model's own verdict comes first.
         in_turn = sorted(whys, key=lambda each: (each != why, each))
         if self._plan.flowed is not None:
-            self._flow_may = in_turn, certain
+            self._flow_may, self._forwarded = (in_turn, certain), why is not None
             return
         for each in in_turn:
             self.forwarded.others.append(self._wanted(row, forwarded_digest(self._plan, row, each), certain=certain))

@@ -70,6 +70,13 @@ class Books:
     """The number of records that were forwarded as the first record with their ID, including forwarded conflicts."""
     exempt: int = 0
     """The number of records without an ID or a value that are marked and forwarded without being judged."""
+    filtered: int = 0
+    """The number of forwarded records for which the flow yields nothing, according to the replay."""
+    sent_on: int = 0
+    """The number of source records for which the topics hold at least one record that the flow made.
+
+    With a flow, every forwarded record is in ``filtered`` or ``sent_on``, unless it is lost or not provable.
+    """
     duplicates: int = 0
     conflicts: int = 0
     """The number of duplicates whose payload differs from that of every sighting in range."""

@@ -446,6 +446,7 @@ def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
         "partition": task.partition,
         "state": task.state,
         "verdicts": dict(counted.verdicts),
+        "filtered": counted.filtered,
         "committed_offset": numbers.committed_offset,
         "lag_records": task.lag_records,
         "lag_seconds": round(task.lag_seconds, 3),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Final
 
 from dedup.core.extract import Fault
 from dedup.core.flow import Flow, FlowRecord, yielded
 from dedup.core.fold import Outcome, Rows
 from dedup.core.partitioner import partitions
-from dedup.errors import RecordFailed
+from dedup.errors import Problem, RecordFailed, TopologyError
 from dedup.kafka.record_batch import FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.worker.record_collector import FLOW, PART, SOURCE, VERDICT, Misfits, RecordCollector, Refusals, Route
 
+FLOW_SHARE: Final = 0.75
+"""The share of `session_timeout` that the flow may take for one batch, during which the worker sends no heartbeat."""
 _Sent = tuple[int, str, bool, Line]
 """A record to send: its source row, its topic, True if it goes to the output with its source's key, and its line."""
 
@@ -29,6 +33,8 @@ class FlowCollector(RecordCollector):
     """Maps the name of each topic to which the flow may send records to the topic's route."""
     stop: bool
     """True if the worker stops when the flow fails."""
+    most_s: float = math.inf
+    """The time, in seconds, that the flow may take for one batch."""
     known: dict[tuple[int, str, int], list[FlowRecord] | Fault] = field(default_factory=dict)
     """Maps each (offset, verdict, timestamp) of a batch to the flow's result, which is reused if the batch is folded
     again.
@@ -102,8 +108,11 @@ class FlowCollector(RecordCollector):
     ) -> dict[int, tuple[FlowRecord, list[FlowRecord] | Fault]]:
         """Map each forwarded row to its record and to the flow's result for that record.
 
-        Raises RecordFailed if the flow fails and the topology says `on_error: stop`.
+        Raises RecordFailed if the flow fails and the topology says `on_error: stop`. Raises TopologyError if the flow
+        takes more than `most_s` for the batch; otherwise, the group would expel the worker, and the batch would be
+        judged again for ever.
         """
+        began_s, calls = time.perf_counter() - sum(self.spent_s), 0
         verdicts = dict(outcome.exempt)
         if self.routes.late_forward:
             verdicts |= dict.fromkeys((row for row, _ in outcome.late), "late")
@@ -116,11 +125,24 @@ class FlowCollector(RecordCollector):
             made = self.known.get((batch.offsets[row], verdict, time_ms)) if self.known else None
             if made is None:
                 made = yielded(self.flow, record, self.targets)
+                calls += 1
+                if (took_s := time.perf_counter() - began_s) > self.most_s:
+                    raise self._too_slow(rows.source(row).place(self.routes.source_topics), took_s, calls)
             if isinstance(made, Fault) and self.stop:
                 place = rows.source(row).place(self.routes.source_topics)
                 raise RecordFailed(f"{place}: the flow failed: {made.detail}. The topology says `on_error: stop`.")
             found[row] = record, made
         return found
+
+    def _too_slow(self, place: str, took_s: float, calls: int) -> TopologyError:
+        name = getattr(self.flow.function, "__qualname__", "the function")
+        text = (
+            f"{place}: the flow's function {name} took {took_s:.1f} s for {calls} records of one batch, which is more "
+            f"than {FLOW_SHARE:.0%} of `session_timeout`. Meanwhile, the worker sends no heartbeat, so the group would "
+            f"expel it and the batch would be judged again. Nothing of the batch was committed. Make the function "
+            f"faster, or raise `session_timeout` in the config file."
+        )
+        return TopologyError([Problem("then", text)])
 
     def _added(self, rows: Rows, row: int, verdict: str) -> list[Header]:
         """Return the headers that dedup adds to each record that the flow yields for a row."""

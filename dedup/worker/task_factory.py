@@ -27,7 +27,7 @@ from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.flow_collector import FlowCollector
+from dedup.worker.flow_collector import FLOW_SHARE, FlowCollector
 from dedup.worker.layout import refuse_other_layout
 from dedup.worker.offsets import Start, offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
@@ -207,6 +207,7 @@ class TaskFactory:
             self.flow,
             {route.topic: route for route in targets if route is not None},
             stop=self.topology.then is not None and self.topology.then.stop,
+            most_s=self.settings.session_timeout_ms / 1000 * FLOW_SHARE,
         )
 
     def _dedup_plan(self, feeding: TopicPartition) -> DedupPlan:

@@ -325,7 +325,7 @@ class TopologyTestDriver:
 
 def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, wire: MemoryWire) -> TaskFactory:
     """Create the topics as a worker does, and return a task factory that keeps state in memory."""
-    settings = Settings(brokers=(_BROKER,))
+    settings = Settings(brokers=(_BROKER,), session_timeout="30m")  # time for a debugger inside a flow
     configs = _LIMIT | ({"message.timestamp.type": "LogAppendTime"} if topology.by_arrival else {})
     sources = {name: Topic(name, f"{at:032x}", counts[name], configs) for at, name in enumerate(topology.source.topics)}
     wanted = enumerate(missing_topics(topology, settings, sources), len(sources))

@@ -105,6 +105,10 @@ class Orders:
         assert (report.passed, report.not_provable) == (True, {}), report.to_json()
         assert sum(books.unique for books in report.books) == len(self.unique)
         assert sum(books.dead_letters for books in report.books) == self.failed
+        filtered = sum(own % 5 == 0 for own in self.unique)
+        assert filtered > 0
+        assert sum(books.filtered for books in report.books) == filtered
+        assert sum(books.sent_on for books in report.books) == len(self.unique) - filtered
 
 
 @pytest.mark.parametrize("kills", [1, 20])
@@ -191,6 +195,38 @@ def test_on_error_stop_stops_the_worker_and_commits_nothing_past_the_record(make
     assert worker.wait() == 1, worker.log
     assert "the flow failed: ValueError: no country" in worker.log
     assert job.committed()[0] == 0
+
+
+SLOW = """
+import os, time
+from dedup import Flow
+flow = Flow()
+
+@flow.on_unique
+def slow(record):
+    if os.environ.get("SLOW_FLOW"):
+        time.sleep(0.5)
+    yield record
+"""
+
+
+def test_a_flow_too_slow_for_the_session_stops_the_worker_and_the_next_one_goes_on(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = flow_job(make_job, "flows_slow", "flow-eu-slow", code=SLOW)
+    events = [Event(0, b'{"id": %d}' % own, BASE_MS + own, b"k") for own in range(200)]
+    job.send(events)
+    monkeypatch.setenv("SLOW_FLOW", "1")
+    worker = job.start()
+    assert worker.wait() == 2, worker.log
+    assert "the flow's function slow took" in worker.log
+    assert "raise `session_timeout` in the config file" in worker.log
+    assert len(job.read(job.output)) == job.committed()[0]
+    monkeypatch.delenv("SLOW_FLOW")
+    job.finish()
+    assert [each.value() for each in job.read(job.output)] == [event.value for event in events]
+    report = verify(job.topology, job.settings)
+    assert (report.passed, report.not_provable) == (True, {}), report.to_json()
 
 
 EVERY_VERDICT = """

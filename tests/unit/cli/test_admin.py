@@ -459,6 +459,13 @@ def test_status_puts_brokers_and_workers_together():
     assert "missing topics: out.late; `dedup apply` creates them" in text
 
 
+def test_status_says_how_many_records_the_flow_filtered():
+    flowing = PAGE | {"tasks": [task | {"filtered": 1_200} for task in PAGE["tasks"]]}
+    said = "filtered by the flow: 1,200 records, since the responding workers started"
+    assert said in printed(seen_now(survey(), [flowing]))
+    assert "filtered" not in printed(seen_now(survey(), [PAGE]))
+
+
 def test_status_names_a_stream_which_is_no_member_of_the_group():
     nobody = survey(owner=None)
     seen = seen_now(nobody | {"tasks": nobody["tasks"][:1]}, [PAGE | {"worker": "spark-host"}])

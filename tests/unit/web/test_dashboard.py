@@ -91,16 +91,16 @@ class TestSnapshot:
         ]
 
     def test_what_is_counted_is_what_the_metrics_count(self):
-        here = task(numbers=TaskNumbers(verdicts=Counter(unique=2, late=1), conflicts=1))
+        here = task(numbers=TaskNumbers(verdicts=Counter(unique=2, late=1), conflicts=1, filtered=1))
         ended = {
-            ("dedup", "orders", 0): TaskNumbers(verdicts=Counter(unique=5, duplicate=3), conflicts=2),
+            ("dedup", "orders", 0): TaskNumbers(verdicts=Counter(unique=5, duplicate=3), conflicts=2, filtered=4),
             ("dedup", "orders", 1): TaskNumbers(verdicts=Counter(unique=7)),
         }
         worker = replace(seen(here), ended=ended)
         totals = board(worker, MetricHistory(), [], (), now_ms=0)["totals"]
         assert (totals["unique"], totals["duplicate"], totals["late"], totals["conflict"]) == (14, 3, 1, 3)
         (told,) = status_of(worker, ())["tasks"]
-        assert told["verdicts"] == {"unique": 7, "duplicate": 3, "late": 1}
+        assert (told["verdicts"], told["filtered"]) == ({"unique": 7, "duplicate": 3, "late": 1}, 5)
 
 
 def shape(value):
