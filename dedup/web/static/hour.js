@@ -82,12 +82,13 @@ export class Hour {
     const { rows, moves, partitions, plots } = this.#fleet;
     const end = plots.time_ms.at(-1);
     const start = end - this.rangeS * 1000;
-    const names = [...new Set(rows.flatMap((row) => row.spans.map((span) => span.worker)))].sort();
+    const spans = rows.flatMap((row) => row.spans).filter((span) => span.to_ms > start);
+    const names = [...new Set(spans.map((span) => span.worker))].sort();
     const hues = new Map(names.map((name, at) => [name, at % HUES]));
     by("owners").replaceChildren(...rows.map((row) => lane(row, start, end, hues)), axis(start, end));
     by("owners-key").replaceChildren(
       ...names.map((name) => element("span", { class: `key hue-${hues.get(name)}` }, name)),
-      ...["restoring", "assigned"].filter((state) => rows.some((row) => row.spans.some((span) => span.state === state)))
+      ...["restoring", "assigned"].filter((state) => spans.some((span) => span.state === state))
         .map((state) => element("span", { class: `key ${state}` }, STATES[state])),
     );
     const seen = moves.filter((move) => move.at_ms >= start);
@@ -124,7 +125,7 @@ function axis(start, end) {
   const step = TICKS_MS[(end - start) / 1000];
   for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
     const left = (100 * (at - start)) / (end - start);
-    if (left < 3 || left > 97) continue; // the label would stick out
+    if (left < 9 || left > 91) continue; // the label would stick out
     const tick = element("span", {}, clock(at).slice(0, 5));
     tick.style.left = `${left}%`;
     track.append(tick);

@@ -47,11 +47,12 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// Returns a link to another worker's page, or text if the worker serves no page. Group members report these URLs, so only
-// http(s) becomes a link, and "javascript:" does not.
+// Group members report the URLs of their pages, so only http(s) becomes a link, and "javascript:" does not.
+export const isLink = (url) => /^https?:\/\//.test(url ?? "");
+
+// Returns a link to another worker's page, or text if the worker serves no page.
 export function pageOf(url, text) {
-  const linked = /^https?:\/\//.test(url ?? "");
-  return linked ? element("a", { href: url, rel: "noreferrer" }, text) : element("span", {}, text);
+  return isLink(url) ? element("a", { href: url, rel: "noreferrer" }, text) : element("span", {}, text);
 }
 
 // Writes only text that changed, because screen readers announce every write.
