@@ -182,3 +182,17 @@ def test_a_focused_link_stays_while_its_text_changes(open_page: Open, serve: Ser
     before = link.inner_text()
     expect(link).not_to_have_text(before)
     expect(link).to_be_focused()
+
+
+def test_each_figure_names_its_time(open_page: Open, state_url) -> None:
+    page = open_page(state_url("load"))
+    expect(page.locator("#tiles small")).to_have_text(["now", *["last 15 min"] * 2, *["now"] * 2, *["since start"] * 3])
+    expect(page.locator("#workers thead small")).to_have_text(["now", "since start", "now", "last commits", "now"])
+    page.get_by_text("1 h", exact=True).click()
+    expect(page.locator("#tiles small").nth(1)).to_have_text("last 1 h")
+    expect(page.locator("#plots-title")).to_contain_text("last 1 h")
+    expect(page.locator("#owners-title")).to_have_text("Hand-overs, last 1 h")
+    # In the last 15 minutes, no task was restored, so the key does not name this state; in the last hour, one was.
+    expect(page.locator("#owners-key .restoring")).to_have_count(1)
+    page.get_by_text("15 min", exact=True).click()
+    expect(page.locator("#owners-key .restoring")).to_have_count(0)

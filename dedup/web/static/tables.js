@@ -33,7 +33,7 @@ function newWorker(row) {
     "tr", { id: `worker:${row.worker}` },
     element("th", { scope: "row" }, pageOf(row.url, row.worker)),
     cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
-    ...["Tasks", "Records/s", "Duplicates", "Lag", "Latency, p99", "State size"].map((label) => cell(label, { class: "number" })),
+    ...["Tasks", "Records/s", "Duplicates since start", "Lag", "Latency, p99, last commits", "State size"].map((label) => cell(label, { class: "number" })),
   );
 }
 
@@ -70,7 +70,7 @@ function newTask(row) {
     return element("tr", { class: "owner" }, element("th", { scope: "rowgroup", colspan: 6 }, pageOf(row.url, row.worker), element("small")));
   }
   return element(
-    "tr", { id: `task:${row.topic}/${row.partition}`, class: row.state === "elsewhere" ? "unknown" : null },
+    "tr", { id: `task:${row.topic}/${row.partition}` },
     element("th", { scope: "row" }, `${row.topic}/${row.partition}`),
     cell("Task", {}, row.state === "standby" ? "standby" : row.task || "–"),
     cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
@@ -84,6 +84,7 @@ const STATES = { elsewhere: "on another worker", standby: "warm copy", running: 
 function updateTask(line, row) {
   if (row.held !== undefined) return write(line.firstChild.lastChild, ` ${count(row.held)} ${row.held === 1 ? "task" : "tasks"}`);
   const [, , state, lag, ids, bytes] = line.children;
+  line.classList.toggle("unknown", row.lag_records === null && row.state_bytes === null);
   state.firstChild.className = `state ${row.state}`;
   write(state.firstChild, STATES[row.state] ?? row.state);
   progress(state.lastChild, row);
