@@ -67,6 +67,22 @@ def test_ten_thousand_cases_fit_every_screen(open_page: Open, serve: Serve, widt
     assert page.evaluate("document.documentElement.scrollHeight") <= (3_000 if width > 390 else 4_300)
 
 
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_long_names_and_large_numbers_fit_every_screen(open_page: Open, serve: Serve, width: int) -> None:
+    topic, name = (
+        "com.example.warehouse.shipments.orders-with-a-long-name-v2",
+        "dedup-orders-5f7c9d8b6c-x2x9q-of-a-namespace",
+    )
+    large = {"lag_records": 10**11, "state_ids": 10**10, "state_bytes": 10**15, "state_max_bytes": 10**16}
+    tasks = tuple(replace(running(n, unique=10**12), topic=topic, **large) for n in range(12))
+    own = Staged(tasks, (Noted("late", f"{topic}/0/{10**12}", "id" * 40, NOW_MS, NOW_MS, "too late"),), name=name,
+                 others=(Peer(f"{name}-2", None, ((topic, 13),), here=False),), standby_lag={})  # fmt: skip
+    page = open_page(serve(own), viewport={"width": width, "height": HEIGHTS[width]})
+    expect(page.locator("#owners .bar")).not_to_have_count(0)
+    expect(page.locator("#tiles > div", has_text="Lag").locator("dd")).to_have_text("1.2T")
+    fits(page)
+
+
 def fits(page: Page) -> None:
     """Nothing scrolls sideways or is cut off, and no line of text is longer than can be read."""
     assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("window.innerWidth")

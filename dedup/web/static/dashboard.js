@@ -3,7 +3,7 @@
 import { drawLine, Hour, newLine } from "./hour.js";
 import { Lookup, showRecord } from "./lookup.js";
 import { Latest, showTasks, showWorkers } from "./tables.js";
-import { clock, count, element, isLink, rate, seconds, share, size, write } from "./words.js";
+import { brief, clock, count, element, isLink, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
 const FORMAT = 4;
@@ -96,11 +96,11 @@ function tiles(workers) {
     ["Records/s", "now", rate(now("records_per_s")), "records"],
     ["Duplicates", hour.label, range === null ? "–" : share(JUDGED.map((name) => range[name]), range.duplicate), "duplicate_share"],
     ["Latency, p99", hour.label, seconds(range === null ? null : range.p99_s), "p99_s"],
-    ["Lag", "now", count(now("lag_records")), "lag_records"],
+    ["Lag", "now", brief(now("lag_records")), "lag_records"],
     ["State", "now", size(now("state_bytes")), "state_bytes"],
-    ["Conflicts", "since start", count(total("conflict")), "conflict"],
-    ["Late", "since start", count(total("late")), "late"],
-    ["Dead letters", "since start", count(total("dead_letter")), "dead_letter", total("dead_letter") > 0],
+    ["Conflicts", "since start", brief(total("conflict")), "conflict"],
+    ["Late", "since start", brief(total("late")), "late"],
+    ["Dead letters", "since start", brief(total("dead_letter")), "dead_letter", total("dead_letter") > 0],
   ];
 }
 

@@ -2,9 +2,12 @@
 
 const NUMBER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const SMALL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export const count = (value) => (value === null ? "–" : NUMBER.format(value));
+// A number for a small place: from a hundred million on, three digits and a unit.
+export const brief = (value) => (value === null || value < 1e8 ? count(value) : COMPACT.format(value));
 export const rate = (value) => (value === null ? "–" : value >= 100 ? NUMBER.format(value) : SMALL.format(value));
 
 export function size(bytes) {
