@@ -112,6 +112,9 @@ FORMAT = 4
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
 MOST_NOTICES: Final = 8
+"""Maximum number of issues that a worker tells another worker's page."""
+MOST_LISTED: Final = 100
+"""Maximum number of issues that a page lists; it shows the first `MOST_NOTICES` until a user asks for the others."""
 MOST_CASES: Final = 100
 """Maximum number of records of each kind that the page receives."""
 _KINDS: Final[tuple[Kind, ...]] = ("dead_letter", "conflict", "late", "duplicate")
@@ -135,10 +138,12 @@ class Notice:
 
     level: Literal["error", "warning"]
     text: str
-    about: str = ""
-    """The part of the page that shows the cause: `kind:KIND`, `task:TOPIC/PARTITION`, or nothing."""
+    about: str
+    """The part of the page that shows the cause: `kind:KIND`, `task:TOPIC/PARTITION`, `worker:NAME`, `not-ready`, or
+    `tasks`.
+    """
     worker: str = ""
-    """The worker that has the issue, or an empty string if it is the worker that serves the page."""
+    """The worker whose page shows the cause, or an empty string if it is the page that shows this notice."""
     url: str | None = None
     """The address of that worker's page."""
     issues: int = 1
@@ -146,28 +151,28 @@ class Notice:
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues of a worker and its tasks, errors first.
-
-    If there are more than `MOST_NOTICES` issues, an additional notice says how many more there are.
-    """
-    return _first([*_worker(seen, samples, peers), *_tasks(seen.tasks)])
+    """Return the current issues of a worker and its tasks, in no particular order."""
+    return [*_worker(seen, samples, peers), *_tasks(seen.tasks)]
 
 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
-    """Return the issues of all workers, sorted and limited as in `notices`. An unresponsive worker counts as an issue.
+    """Return the issues of all workers, errors first. An unresponsive worker counts as an issue.
 
     ``fleet`` contains what the page shows for each worker, beginning with this worker; ``own`` contains this worker's
     issues.
     """
     found = [*own, *_copies(fleet)]
     for other in fleet[1:]:
-        named = {"worker": other["worker"], "url": other["url"]}
+        name, url = other["worker"], other["url"]
         if "why" not in other:
             told = other["attention"]
-            found += [Notice(each["level"], each["text"], **named, issues=each["issues"]) for each in told]
-        elif other["url"] is not None:  # `_worker` names the workers that serve no pages
-            found.append(Notice("warning", f"No figures from this worker: {other['why']}.", **named))
-    return _first(found)
+            found += [
+                Notice(each["level"], each["text"], each["about"], name, url, issues=each["issues"]) for each in told
+            ]
+        elif url is not None:  # `_worker` names the workers that serve no pages
+            # The cause is shown here, because that worker's page may not answer either.
+            found.append(Notice("warning", f"No figures from worker {name}: {other['why']}.", f"worker:{name}"))
+    return _first(found, MOST_LISTED)
 
 
 def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
@@ -180,29 +185,34 @@ def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
         if len(set(digests.values())) > 1:
             listed = ", ".join(f"{worker} {digest}" for worker, digest in sorted(digests.items()))
             text = f"The workers have different copies of {name} (digest of the module: {listed})."
-            yield Notice(
-                "warning", f"{text} One record may get two IDs or outputs. Deploy the same file to every worker."
-            )
+            remedy = "One record may get two IDs or outputs. Deploy the same file to every worker."
+            # The page shows these digests for each worker, so the first worker that differs is a place to begin.
+            first = next(iter(digests.values()))
+            odd = next(worker for worker, digest in digests.items() if digest != first)
+            yield Notice("warning", f"{text} {remedy}", f"worker:{odd}")
 
 
-def _first(found: Iterable[Notice]) -> list[Notice]:
+def _first(found: Iterable[Notice], most: int) -> list[Notice]:
+    """Return at most ``most`` issues, errors first, and a notice that says how many more there are."""
     ordered = sorted(found, key=lambda notice: notice.level != "error")
-    shown, more = ordered[:MOST_NOTICES], ordered[MOST_NOTICES:]
+    shown, more = ordered[:most], ordered[most:]
     if not more:
         return shown
     issues = sum(notice.issues for notice in more)
-    text = f"{issues:,} more; /api/status of each worker has all its tasks."
-    return [*shown, Notice(more[0].level, text, issues=issues)]
+    text = f"{issues:,} more; the list of tasks, and the pages of the other workers, show their causes."
+    return [*shown, Notice(more[0].level, text, "tasks", issues=issues)]
 
 
 def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> Iterator[Notice]:
     if seen.alert is not None:
-        yield Notice("error", seen.alert.text)
+        yield Notice("error", seen.alert.text, "kind:dead_letter")
     if seen.not_ready is not None:
         restoring = [task for task in seen.tasks if task.state == "restoring"]
         left = sum(task.numbers.restore_remaining for task in restoring)
         more = f"; {left:,} changelog records are left to restore" if restoring else ""
-        yield Notice("warning", f"Not ready: {seen.not_ready}{more}.")
+        last = max(restoring, key=lambda task: task.numbers.restore_remaining, default=None)
+        about = "not-ready" if last is None else f"task:{last.topic}/{last.partition}"
+        yield Notice("warning", f"Not ready: {seen.not_ready}{more}.", about)
     if formats := seen.total().formats:
         # If values are in another format, the producer is at fault, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
@@ -213,9 +223,9 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
     if any(sample["late"] for sample in samples):
         text = "Late records in the last five minutes: they are later than the grace period allows."
         yield Notice("warning", text, "kind:late")
-    if silent := ", ".join(peer.worker for peer in peers if peer.url is None and not peer.here):
+    if silent := [peer.worker for peer in peers if peer.url is None and not peer.here]:
         text = "These workers serve no pages, so they cannot be asked about an ID"
-        yield Notice("warning", f"{text}: {silent}. Set web.enabled and web.port.")
+        yield Notice("warning", f"{text}: {', '.join(silent)}. Set web.enabled and web.port.", f"worker:{silent[0]}")
 
 
 def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
@@ -261,8 +271,13 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
     """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
 
-    Without ``peers``, the issues omit workers that serve no pages, so that not every worker reports these workers.
+    The issues are at most `MOST_NOTICES`, errors first, and a notice of how many more there are. Without ``peers``, the
+    issues omit workers that serve no pages, so that not every worker reports these workers.
     """
+    return _figures(seen, samples, notices(seen, samples, peers))
+
+
+def _figures(seen: WorkerSeen, samples: Sequence[Sample], found: Iterable[Notice]) -> Summary:
     counted, last = seen.total(), samples[-1] if samples else None
     latencies = [sample["p99_s"] for sample in samples if sample["p99_s"] is not None]
     return Summary(
@@ -281,7 +296,7 @@ def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] =
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
-        attention=notices(seen, samples, peers),
+        attention=_first(found, MOST_NOTICES),
         user_code=dict(seen.user_code),
     )
 
@@ -300,13 +315,14 @@ def board(
     ``others`` contains the `summary` of each other worker or, for a worker that did not respond, its name and the
     reason (`why`).
     """
-    figures = summary(seen, history.samples, peers)
-    own = asdict(figures)
+    found = notices(seen, history.samples, peers)
+    own = asdict(_figures(seen, history.samples, found))
     fleet = [{**own, "url": None}, *others]
     return {
         **{name: own[name] for name in ("format", "topology", "worker", "ready", "totals")},
         "now_ms": now_ms,
-        "attention": [asdict(notice) for notice in _of_fleet(figures.attention, fleet)],
+        "not_ready": seen.not_ready,
+        "attention": [asdict(notice) for notice in _of_fleet(found, fleet)],
         "fleet": fleet,
         "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in _newest(latest)],

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.metrics import DeadLetterAlert, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web
+from dedup.web.last_hour import Memory
 from dedup.web.server import WebServer
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 
@@ -46,12 +47,17 @@ class Staged:
     name: str = "a"
     grows: int = 0
     """Unique records that each task judges between two looks at its numbers."""
+    alert: DeadLetterAlert | None = None
+    user_code: dict[str, str] = field(default_factory=dict)
+    memory: Memory | None = None
+    """What the worker remembers of the last hour, if it has not just started."""
 
     def not_ready(self) -> str | None:
         return self.why
 
     def seen(self) -> WorkerSeen:
-        return WorkerSeen(self.topology, self.name, self.tasks, self.standby_lag, 0, 0, self.why)
+        own = WorkerSeen(self.topology, self.name, self.tasks, self.standby_lag, 0, 0, self.why)
+        return replace(own, alert=self.alert, user_code=self.user_code)
 
     def metrics(self) -> bytes:
         return b""
@@ -92,7 +98,10 @@ def serving(worker: Staged, **settings: Any) -> Iterator[str]:
     url: list[str] = []
 
     async def serve() -> None:
-        async with WebServer(Web(**({"port": 0} | settings)), worker) as pages:
+        pages = WebServer(Web(**({"port": 0} | settings)), worker)
+        if worker.memory is not None:
+            pages._memory = worker.memory
+        async with pages:
             assert pages.url is not None
             url.append(pages.url)
             ready.set()

@@ -3,16 +3,18 @@
 import { drawLine, Hour, newLine } from "./hour.js";
 import { Lookup, showRecord } from "./lookup.js";
 import { Latest, showTasks, showWorkers } from "./tables.js";
-import { clock, count, element, pageOf, rate, seconds, share, size, write } from "./words.js";
+import { brief, clock, count, element, isLink, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
 const FORMAT = 4;
+const SHOWN = 8;
 const TOKEN = "dedup-token";
 const by = (id) => document.getElementById(id);
 
 let paused = false;
 let lastMs = null;
 let fleet = [];
+let asked = location.hash;
 
 // Returns whether the request succeeded, and the JSON of the response; never throws.
 async function ask(path) {
@@ -34,26 +36,47 @@ const hour = new Hour(ask, () => showFleet(fleet));
 
 function showAttention(board) {
   const errors = board.attention.some((notice) => notice.level === "error");
-  const number = board.attention.reduce((sum, notice) => sum + notice.issues, 0);
+  const number = issues(board.attention);
   by("attention").className = errors ? "error" : number ? "warning" : "good";
   write(by("verdict"), number ? `${count(number)} ${number === 1 ? "issue" : "issues"}` : "No issues");
-  const lines = board.attention.map((notice) => `${notice.level}: ${said(notice)}`);
-  const shown = [...by("notices").children].map((item) => item.textContent);
-  if (lines.join("\n") === shown.join("\n")) return;
-  by("notices").replaceChildren(...board.attention.map((notice) =>
-    element("li", {}, element("b", {}, `${notice.level}: `), cause(notice))));
+  const [first, rest] = [board.attention.slice(0, SHOWN), board.attention.slice(SHOWN)];
+  showNotices(by("notices"), rest.length ? [...first, { level: rest[0].level, text: `${count(issues(rest))} more`, about: "rest" }] : first);
+  showNotices(by("rest"), rest);
+  if (!rest.length) by("rest").hidden = true;
 }
 
-const said = (notice) => (notice.worker ? `${notice.worker}: ${notice.text}` : notice.text);
+const issues = (notices) => notices.reduce((sum, notice) => sum + notice.issues, 0);
 
-// Returns the notice's text, as a link to the part of the page that shows the cause, or to the page of another worker.
-function cause(notice) {
-  if (notice.worker) return pageOf(notice.url, said(notice));
-  const [part, name] = notice.about.split(/:(.*)/s);
-  if (part === "") return notice.text;
-  const link = element("a", { href: part === "task" ? `#${encodeURIComponent(notice.about)}` : "#latest-title" }, notice.text);
-  if (part === "kind") link.addEventListener("click", () => latest.only(name));
-  return link;
+// Each notice is a link to its cause. Items are updated in place, because texts with a time change every second, and a
+// focused link keeps the focus.
+function showNotices(list, notices) {
+  while (list.children.length > notices.length) list.lastChild.remove();
+  notices.forEach((notice, at) => {
+    if (at === list.children.length) list.append(element("li", {}, element("b"), element("a")));
+    const [level, link] = list.children[at].children;
+    write(level, `${notice.level}: `);
+    write(link, notice.worker ? `${notice.worker}: ${notice.text}` : notice.text);
+    const elsewhere = notice.worker && isLink(notice.url);
+    const about = notice.worker && !elsewhere ? `worker:${notice.worker}` : notice.about;
+    link.href = `${elsewhere ? `${notice.url}/` : ""}#${encodeURIComponent(about)}`;
+    if (elsewhere) delete link.dataset.about;
+    else link.dataset.about = about;
+  });
+}
+
+// Shows the part of the page that an issue is about: opens what is closed, scrolls to it, and marks it.
+function lead(about) {
+  const [part, name] = about.split(/:(.*)/s);
+  if (!["kind", "task", "worker", "not-ready", "tasks", "rest"].includes(part)) return;
+  if (part === "kind") latest.only(name);
+  if (part === "rest") by("rest").hidden = !by("rest").hidden;
+  const place = by({ kind: "latest-title", tasks: "tasks-title" }[part] ?? about);
+  if (place === null || place.hidden) return;
+  for (const old of document.querySelectorAll(".led")) old.classList.remove("led");
+  if (part !== "rest") place.classList.add("led");
+  place.tabIndex = -1;
+  place.focus({ preventScroll: true });
+  place.scrollIntoView({ block: part === "rest" ? "nearest" : place.matches("h2") ? "start" : "center" });
 }
 
 // Combines a figure of all workers that know it, or returns null if none does.
@@ -73,11 +96,11 @@ function tiles(workers) {
     ["Records/s", "now", rate(now("records_per_s")), "records"],
     ["Duplicates", hour.label, range === null ? "–" : share(JUDGED.map((name) => range[name]), range.duplicate), "duplicate_share"],
     ["Latency, p99", hour.label, seconds(range === null ? null : range.p99_s), "p99_s"],
-    ["Lag", "now", count(now("lag_records")), "lag_records"],
+    ["Lag", "now", brief(now("lag_records")), "lag_records"],
     ["State", "now", size(now("state_bytes")), "state_bytes"],
-    ["Conflicts", "since start", count(total("conflict")), "conflict"],
-    ["Late", "since start", count(total("late")), "late"],
-    ["Dead letters", "since start", count(total("dead_letter")), "dead_letter", total("dead_letter") > 0],
+    ["Conflicts", "since start", brief(total("conflict")), "conflict"],
+    ["Late", "since start", brief(total("late")), "late"],
+    ["Dead letters", "since start", brief(total("dead_letter")), "dead_letter", total("dead_letter") > 0],
   ];
 }
 
@@ -120,10 +143,23 @@ function show(board) {
   showAttention(board);
   showFleet(board.fleet);
   hour.look();
+  write(by("not-ready"), board.not_ready === null ? "" : `This worker is not ready: ${board.not_ready}.`);
+  by("not-ready").hidden = board.not_ready === null;
   showTasks(board.tasks);
   latest.show(board.latest);
   lastMs = board.now_ms;
   connection(`${clock(board.now_ms)} UTC`, false);
+  if (asked) leadTo(asked);
+  asked = "";
+}
+
+// Another worker's page links to a part of this page, which exists only once there is data.
+function leadTo(hash) {
+  try {
+    lead(decodeURIComponent(hash.slice(1)));
+  } catch (error) {
+    if (!(error instanceof URIError)) throw error;
+  }
 }
 
 function connection(text, lost) {
@@ -174,5 +210,13 @@ by("pause").addEventListener("click", () => {
   if (paused) connection("paused", false);
   else look();
 });
+by("attention").addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-about]");
+  if (link === null) return;
+  event.preventDefault();
+  if (link.dataset.about !== "rest") history.replaceState(null, "", link.href);
+  lead(link.dataset.about);
+});
+window.addEventListener("hashchange", () => leadTo(location.hash));
 document.addEventListener("visibilitychange", look);
 live();

@@ -9,6 +9,9 @@ const RANGES = { 300: "5 min", 900: "15 min", 3600: "1 h" };
 const TICKS_MS = { 300: 60_000, 900: 300_000, 3600: 600_000 };
 const HUES = 6;
 const NAMED = 8;
+// On a phone, labels take a greater share of the time line.
+const NARROW = matchMedia("(max-width: 40rem)").matches;
+const [EDGE, ROOM] = NARROW ? [9, 30] : [3, 12];
 const SVG = "http://www.w3.org/2000/svg";
 const by = (id) => document.getElementById(id);
 
@@ -82,12 +85,13 @@ export class Hour {
     const { rows, moves, partitions, plots } = this.#fleet;
     const end = plots.time_ms.at(-1);
     const start = end - this.rangeS * 1000;
-    const names = [...new Set(rows.flatMap((row) => row.spans.map((span) => span.worker)))].sort();
+    const spans = rows.flatMap((row) => row.spans).filter((span) => span.to_ms > start);
+    const names = [...new Set(spans.map((span) => span.worker))].sort();
     const hues = new Map(names.map((name, at) => [name, at % HUES]));
     by("owners").replaceChildren(...rows.map((row) => lane(row, start, end, hues)), axis(start, end));
     by("owners-key").replaceChildren(
       ...names.map((name) => element("span", { class: `key hue-${hues.get(name)}` }, name)),
-      ...["restoring", "assigned"].filter((state) => rows.some((row) => row.spans.some((span) => span.state === state)))
+      ...["restoring", "assigned"].filter((state) => spans.some((span) => span.state === state))
         .map((state) => element("span", { class: `key ${state}` }, STATES[state])),
     );
     const seen = moves.filter((move) => move.at_ms >= start);
@@ -110,7 +114,7 @@ function lane(row, start, end, hues) {
     const width = (100 * (span.to_ms - from)) / (end - start);
     const text = `${span.worker}: ${span.state}, ${clock(span.from_ms)} to ${clock(span.to_ms)}`;
     const bar = element("div", { class: `bar hue-${hues.get(span.worker)} ${span.state}`, title: text });
-    if (width > 12 && span.state !== "restoring") bar.append(span.worker);
+    if (width > ROOM && span.state !== "restoring") bar.append(span.worker);
     bar.style.left = `${(100 * (from - start)) / (end - start)}%`;
     bar.style.width = `${width}%`;
     track.append(bar);
@@ -124,7 +128,7 @@ function axis(start, end) {
   const step = TICKS_MS[(end - start) / 1000];
   for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
     const left = (100 * (at - start)) / (end - start);
-    if (left < 3 || left > 97) continue; // the label would stick out
+    if (left < EDGE || left > 100 - EDGE) continue; // the label would stick out
     const tick = element("span", {}, clock(at).slice(0, 5));
     tick.style.left = `${left}%`;
     track.append(tick);

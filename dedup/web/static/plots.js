@@ -18,7 +18,7 @@ const PLOTS = {
     least: 10,
   },
   lag: { columns: [["records", "lag_records", "--unique", []]], say: count, least: 10 },
-  state: { columns: [["size", "state_bytes", "--unique", []]], say: size, least: 1024, steps: Array.from({ length: 51 }, (_, power) => 2 ** power) },
+  state: { columns: [["size", "state_bytes", "--unique", []]], say: size, least: 1024, steps: Array.from({ length: 61 }, (_, power) => 2 ** power) },
   latency: {
     columns: [["half within", "median_s", "--unique", []], ["99% within", "p99_s", "--duplicate", [8, 3]]],
     say: seconds,

@@ -4,7 +4,7 @@ import { clock, count, element, instant, pageOf, rate, seconds, share, size, wri
 
 export const KINDS = { dead_letter: "dead letters", conflict: "conflicts", late: "late records", duplicate: "duplicates" };
 // On a phone, a row is a card.
-const PAGE = matchMedia("(max-width: 40rem)").matches ? 8 : 20;
+const PAGE = matchMedia("(max-width: 40rem)").matches ? 5 : 10;
 const NAMES = { duplicate: "duplicate", conflict: "conflict", late: "late", dead_letter: "dead letter" };
 
 function keyed(body, rows, keyOf, make, update) {
@@ -30,18 +30,21 @@ function cell(label, attributes, ...children) {
 
 function newWorker(row) {
   return element(
-    "tr", {},
+    "tr", { id: `worker:${row.worker}` },
     element("th", { scope: "row" }, pageOf(row.url, row.worker)),
-    cell("State", {}, element("span", { class: "state" })),
-    ...["Tasks", "Records/s", "Duplicates", "Lag", "Latency, p99", "State size"].map((label) => cell(label, { class: "number" })),
+    cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
+    ...["Tasks", "Records/s", "Duplicates since start", "Lag", "Latency, p99, last commits", "State size"].map((label) => cell(label, { class: "number" })),
   );
 }
 
-function updateWorker(line, row) {
+function updateWorker(line, row, differing) {
   const [, state, ...numbers] = line.children;
   const lost = row.why !== undefined;
   state.firstChild.className = `state ${lost ? "closed" : row.ready ? "running" : "restoring"}`;
   write(state.firstChild, lost ? `no answer: ${row.why}` : row.ready ? (row.url ? "ready" : "ready (this page)") : "not ready");
+  line.classList.toggle("unknown", lost);
+  const copies = Object.entries(row.user_code ?? {}).filter(([name]) => differing.has(name));
+  write(state.lastChild, copies.map(([name, digest]) => `copy of ${name}: ${digest}`).join(", "));
   const totals = lost ? null : row.totals;
   const shown = lost ? numbers.map(() => "–") : [
     count(row.tasks), rate(row.records_per_s),
@@ -52,7 +55,14 @@ function updateWorker(line, row) {
 }
 
 export function showWorkers(rows) {
-  keyed(document.querySelector("#workers tbody"), rows, (row) => `${row.worker} ${row.url}`, newWorker, updateWorker);
+  const copies = new Map();
+  const differing = new Set();
+  for (const [name, digest] of rows.flatMap((row) => Object.entries(row.user_code ?? {}))) {
+    if ((copies.get(name) ?? digest) !== digest) differing.add(name);
+    copies.set(name, digest);
+  }
+  const update = (line, row) => updateWorker(line, row, differing);
+  keyed(document.querySelector("#workers tbody"), rows, (row) => `${row.worker} ${row.url}`, newWorker, update);
 }
 
 function newTask(row) {
@@ -74,6 +84,7 @@ const STATES = { elsewhere: "on another worker", standby: "warm copy", running: 
 function updateTask(line, row) {
   if (row.held !== undefined) return write(line.firstChild.lastChild, ` ${count(row.held)} ${row.held === 1 ? "task" : "tasks"}`);
   const [, , state, lag, ids, bytes] = line.children;
+  line.classList.toggle("unknown", row.lag_records === null && row.state_bytes === null);
   state.firstChild.className = `state ${row.state}`;
   write(state.firstChild, STATES[row.state] ?? row.state);
   progress(state.lastChild, row);
@@ -120,6 +131,7 @@ export function showTasks(rows) {
     return workers.size > 1 ? [{ worker, url, held }, ...own] : own;
   });
   keyed(document.querySelector("#tasks tbody"), shown, key, newTask, updateTask);
+  document.getElementById("tasks-none").hidden = rows.length > 0;
 }
 
 export class Latest {
@@ -158,6 +170,7 @@ export class Latest {
     const shown = wanted.slice(first, first + PAGE);
     keyed(this.#body, shown, (row) => `${row.kind} ${row.source}`, (row) => this.#made(row), () => {});
     this.#none.hidden = wanted.length > 0;
+    write(this.#none, rows.length ? "None of these kinds." : "None yet.");
     document.getElementById("latest-pages").hidden = wanted.length <= PAGE;
     document.getElementById("latest-previous").disabled = first === 0;
     document.getElementById("latest-next").disabled = first + PAGE >= wanted.length;
@@ -170,7 +183,7 @@ export class Latest {
   }
 
   #made(row) {
-    const id = cell("ID", {}, row.id === null ? "–" : element("button", { type: "button", class: "plain", title: "Look this ID up" }, row.id));
+    const id = cell("ID", { class: row.id === null ? "nothing" : null }, row.id === null ? "–" : element("button", { type: "button", class: "plain", title: "Look this ID up" }, row.id));
     id.querySelector("button")?.addEventListener("click", () => this.#lookUp(row.id));
     const ask = element("button", { type: "button", class: "plain", "aria-label": `Show the payload of ${row.source}` }, "show");
     ask.addEventListener("click", () => this.#showRecord(row.source));

@@ -2,9 +2,12 @@
 
 const NUMBER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const SMALL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export const count = (value) => (value === null ? "–" : NUMBER.format(value));
+// A number for a small place: from a hundred million on, three digits and a unit.
+export const brief = (value) => (value === null || value < 1e8 ? count(value) : COMPACT.format(value));
 export const rate = (value) => (value === null ? "–" : value >= 100 ? NUMBER.format(value) : SMALL.format(value));
 
 export function size(bytes) {
@@ -47,11 +50,12 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// Returns a link to another worker's page, or text if the worker serves no page. Group members report these URLs, so only
-// http(s) becomes a link, and "javascript:" does not.
+// Group members report the URLs of their pages, so only http(s) becomes a link, and "javascript:" does not.
+export const isLink = (url) => /^https?:\/\//.test(url ?? "");
+
+// Returns a link to another worker's page, or text if the worker serves no page.
 export function pageOf(url, text) {
-  const linked = /^https?:\/\//.test(url ?? "");
-  return linked ? element("a", { href: url, rel: "noreferrer" }, text) : element("span", {}, text);
+  return isLink(url) ? element("a", { href: url, rel: "noreferrer" }, text) : element("span", {}, text);
 }
 
 // Writes only text that changed, because screen readers announce every write.

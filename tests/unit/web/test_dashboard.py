@@ -64,7 +64,7 @@ class TestSnapshot:
         made = json.loads(json.dumps(board(seen(task()), history, [case], peers, now_ms=2_000)))
         assert shape(made) == {
             "format": "int", "topology": "str", "worker": "str", "now_ms": "int", "ready": "bool",
-            "attention": [],
+            "not_ready": "NoneType", "attention": [],
             "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"),
             "fleet": [
                 {
@@ -155,7 +155,7 @@ class TestHistory:
 
 class TestAttention:
     def texts(self, *tasks, not_ready=None, peers=()):
-        return [(each.level, each.text) for each in notices(seen(*tasks, not_ready=not_ready), [], peers)]
+        return [(each.level, each.text) for each in summary(seen(*tasks, not_ready=not_ready), [], peers).attention]
 
     def test_nothing_wants_attention(self):
         assert self.texts(task()) == []
@@ -181,7 +181,7 @@ class TestAttention:
     def test_nearly_all_dead_letters_is_an_error_and_stands_first(self):
         stuck = task(numbers=TaskNumbers(last_commit_s=-1e9))
         alerted = replace(seen(stuck), alert=DeadLetterAlert(200, 199, "future_time", 198))
-        found = notices(alerted, [], ())
+        found = summary(alerted, []).attention
         assert [each.level for each in found] == ["error", "error"]
         assert found[0].text.startswith(
             "199 of 200 records judged in the last minute are dead letters, 198 of them for"
@@ -202,12 +202,12 @@ class TestAttention:
         worker = seen(task(state_bytes=81, state_max_bytes=100))
         found = board(worker, MetricHistory(), [], (), [theirs, gone, mute], now_ms=0)["attention"]
         assert [(each["level"], each["worker"], each["url"], each["about"]) for each in found] == [
-            ("error", "b", "http://b", ""),
+            ("error", "b", "http://b", "task:orders/1"),
             ("warning", "", None, "task:orders/0"),
-            ("warning", "c", "http://c", ""),
+            ("warning", "", None, "worker:c"),
         ]
         assert found[0]["text"].startswith("orders/1 is stuck")
-        assert found[2]["text"] == "No figures from this worker: unreachable."
+        assert found[2]["text"] == "No figures from worker c: unreachable."
 
     def test_workers_with_different_copies_of_user_code_are_told_apart(self):
         def worker(name: str, **digests: str) -> dict[str, Any]:
@@ -221,14 +221,28 @@ class TestAttention:
         others = [worker("b", ids="3c", flow="2b"), worker("c", ids="1a")]
         (told,) = board(own, MetricHistory(), [], (), others, now_ms=0)["attention"]
         assert "different copies of ids (digest of the module: a 1a, b 3c, c 1a)" in told["text"]
+        assert told["about"] == "worker:b"
 
     def test_what_is_left_out_is_counted(self):
-        stuck = [task(partition=at, numbers=TaskNumbers(last_commit_s=-1e9)) for at in range(10)]
+        stuck = [task(partition=at, numbers=TaskNumbers(last_commit_s=-1e9)) for at in range(95)]
         theirs = asdict(summary(replace(seen(*stuck), worker_id="b"), [])) | {"url": "http://b"}
+        assert [each["issues"] for each in theirs["attention"]] == [1] * 8 + [87]
         found = board(seen(*stuck), MetricHistory(), [], (), [theirs], now_ms=0)["attention"]
-        assert len(found) == 9
-        assert found[-1]["text"] == "12 more; /api/status of each worker has all its tasks."
-        assert sum(each["issues"] for each in found) == 20
+        assert len(found) == 101
+        assert found[-1]["text"].startswith("90 more; the list of tasks")
+        assert found[-1]["about"] == "tasks"
+        assert sum(each["issues"] for each in found) == 190
+
+    def test_every_issue_says_where_its_cause_is_shown(self):
+        peers = (Peer("c", None, (), here=False), Peer("d", None, (), here=False))
+        lone = replace(seen(not_ready="there is no assignment yet"), alert=DeadLetterAlert(200, 199, "not_json", 199))
+        assert [each.about for each in notices(lone, [], peers)] == ["kind:dead_letter", "not-ready", "worker:c"]
+        restores = [
+            task(partition=at, state="restoring", numbers=TaskNumbers(restore_remaining=left))
+            for at, left in enumerate((5, 9, 7))
+        ]
+        (told,) = notices(seen(*restores, not_ready="3 of 3 tasks are not running yet"), [], ())
+        assert told.about == "task:orders/1"
 
 
 class TestRecent:
