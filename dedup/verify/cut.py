@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.core.event_time import create_time_fault
-from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.flow_loader import load_flow

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.window import Source
 from dedup.verify.compare import SeenColumns, contents_of, matched_at_once
 from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extracted, Extractor
-from dedup.core.extract_one import SCHEMA_UNKNOWN
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.framing import FRAMING_FAULTS, named, split
 from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source

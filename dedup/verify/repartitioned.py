@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from dedup.core.extract_one import EXTRACTED, SCHEMA_UNKNOWN, passed_on
+from dedup.core.extract_one import EXTRACTED, passed_on
 from dedup.core.flow import FLOW_FAILED
+from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed
 from dedup.core.window import Source
 from dedup.verify.compare import Column, Headers, contents_of, digests, matched_at_once, selected
