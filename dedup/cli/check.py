@@ -73,8 +73,8 @@ def check(
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
     the command also compares the cluster's topics with those that each topology needs. If the source's values contain
-    schema IDs, --broker also compares the members that a topology names with each source topic's newest schema in the
-    schema registry (subject `source.subject` or TOPIC-value).
+    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each
+    source topic's newest schema in the schema registry (subject `source.subject` or TOPIC-value).
 
     By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
     and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two
@@ -175,15 +175,23 @@ def _check_once(
             except TopologyError as error:
                 errors = error.problems
             weak |= {stage.file} if any(map(is_weak, found)) else set()
-        bad = [Problem(str(path), f"{each.text} [{each.code}]") for each in found if each.level == "error"]
+        places = _places(path, found)
+        bad = [
+            Problem(place, f"{each.text} [{each.code}]")
+            for place, each in zip(places, found, strict=True)
+            if each.level == "error"
+        ]
         problems += errors + bad
         ok = not errors and not bad
-        findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
+        findings = [
+            {"level": each.level, "code": each.code, "place": place, "text": each.text}
+            for place, each in zip(places, found, strict=True)
+        ]
         reports.append(
             {"file": str(path), "ok": ok, "problems": [asdict(each) for each in errors], "findings": findings}
         )
         if not as_json:
-            _print_warnings(path, found, ok=ok)
+            _print_warnings(path, list(zip(places, found, strict=True)), ok=ok)
     if as_json:
         typer.echo(json.dumps(reports, indent=2))
     elif len(stages) > 1:
@@ -224,10 +232,20 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     return lint(topology) + asyncio.run(broker_findings(topology, settings)) + registry_findings(topology, settings)
 
 
-def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:
-    warnings = [finding for finding in found if finding.level == "warning"]
-    for finding in warnings:
-        typer.echo(f"{path}: warning: {finding.text} [{finding.code}]")
+def _places(path: Path, found: Sequence[Finding]) -> list[str]:
+    """Return the place of each finding: file:line:column, or only the file for a finding about the whole file."""
+    from dedup.yaml_document import read, text_of
+
+    if not any(each.at for each in found):
+        return [str(path)] * len(found)
+    document = read(text_of(path), name=str(path))
+    return [document.place(each.at) if each.at else str(path) for each in found]
+
+
+def _print_warnings(path: Path, found: Sequence[tuple[str, Finding]], *, ok: bool) -> None:
+    warnings = [(place, finding) for place, finding in found if finding.level == "warning"]
+    for place, finding in warnings:
+        typer.echo(f"{place}: warning: {finding.text} [{finding.code}]")
     if ok:
         count = f", {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
         typer.echo(f"{path}: ok{count}")

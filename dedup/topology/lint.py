@@ -10,11 +10,16 @@ from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
 from dedup.core.extract_one import Format, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import (
     ContentRule,
+    FieldRule,
+    FieldsRule,
     FirstOfRule,
+    PartsRule,
     Path,
     RawContentRule,
+    Rule,
     alternatives_of,
     format_path,
     has_key,
@@ -23,7 +28,10 @@ from dedup.core.tracking_id import (
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology, rule_text
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
+from dedup.yaml_document import At
 
+FORMAT: Final[At] = ("source", "format")
+"""The path of the format of values in a topology file."""
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
 """A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
 _LONG_GUARD_MS: Final = 2 * 86_400_000
@@ -53,6 +61,8 @@ class Finding:
     text: str
     weak: bool = False
     """True if a record may be sent twice or not at all."""
+    at: At = ()
+    """The path in the topology file of the value that the finding is about, or an empty path for the whole file."""
 
 
 def lint(topology: Topology) -> list[Finding]:
@@ -75,9 +85,9 @@ def worst_record_bytes(topology: Topology) -> int:
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
 
 
-def warning(code: str, text: str, *, weak: bool = False) -> Finding:
+def warning(code: str, text: str, *, weak: bool = False, at: At = ()) -> Finding:
     """Return a finding with the level "warning"."""
-    return Finding("warning", code, text, weak)
+    return Finding("warning", code, text, weak, at)
 
 
 def _changelog_record(topology: Topology) -> Iterator[Finding]:
@@ -191,28 +201,72 @@ def _schema(topology: Topology) -> Iterator[Finding]:
 
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose values have the given schema."""
-    fmt, first = topology.source.format, topology.source.schema is not None
-    members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
+    members = [*_id_members(topology.tracking_id.rule, ("tracking_id",))]
     if isinstance(topology.event_time, FieldTime):
-        members.append((topology.event_time.path, topology.event_time))
+        members.append(_Member(("event_time", "field"), topology.event_time.path, topology.event_time))
     try:
-        found = [member_types(fmt, text, path, time, first=first) for path, time in members or [(("",), None)]]
+        if not members:
+            _types_of(topology, text, _Member((), ("",)))  # to refuse an invalid schema
+        found = [_types_of(topology, text, member) for member in members]
     except SchemaRefused as refused:
-        yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
+        said = f"the schema {name} {refused}"
+        if topology.source.format == "json_schema":  # No schema is needed to read the records.
+            yield warning("schema_refused", f"{said}, so the types of members were not checked.", at=FORMAT)
+        else:
+            yield Finding("error", "schema_refused", f"{said}: its records would become dead letters.", at=FORMAT)
         return
-    for (path, time), types in zip(members, found, strict=False):
-        place = f"{'tracking_id' if time is None else 'event_time'}: {format_path(path)}"
-        refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
-        if not types and time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
-            text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
-            yield warning("alternative_missing", text)
-        elif not types:
-            yield Finding("error", "member_missing", f"{place} is not in the schema {name}.")
-        elif all(types.values()):
-            yield Finding("error", "member_refused", f"{place} has the type {refused_types} in the schema {name}.")
-        elif refused_types:
-            text = f"{place} may also have the type {refused_types}, which makes a record a dead letter."
-            yield warning("type_sometimes_refused", text)
+    for member, types in zip(members, found, strict=True):
+        yield from _member_findings(topology, name, member, types)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A member of the value that a topology reads, with the place of its path in the topology file."""
+
+    at: At
+    path: Path
+    time: FieldTime | None = None
+    in_parts: bool = False
+
+
+def _id_members(rule: Rule, at: At) -> Iterator[_Member]:
+    match rule:
+        case FirstOfRule(alternatives):
+            for row, each in enumerate(alternatives):
+                yield from _id_members(each, (*at, "first_of", row))
+        case FieldRule(path):
+            yield _Member((*at, "field"), path)
+        case FieldsRule(paths):
+            yield from (_Member((*at, "fields", row), path) for row, path in enumerate(paths))
+        case PartsRule(parts):
+            for row, part in enumerate(parts):
+                if isinstance(part.rule, FieldRule):
+                    yield _Member((*at, "parts", row, "field"), part.rule.path, in_parts=True)
+        case _:
+            return
+
+
+def _types_of(topology: Topology, text: str, member: _Member) -> dict[str, bool]:
+    source = topology.source
+    if source.format == "json_schema":
+        return json_types(text, member.path, member.time, containers=member.in_parts)
+    return member_types(source.format, text, member.path, member.time, first=source.schema is not None)
+
+
+def _member_findings(topology: Topology, name: str, member: _Member, types: Mapping[str, bool]) -> Iterator[Finding]:
+    place = f"{'tracking_id' if member.time is None else 'event_time'}: {format_path(member.path)}"
+    refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
+    if not types and member.time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
+        text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
+        yield warning("alternative_missing", text, at=member.at)
+    elif not types:
+        yield Finding("error", "member_missing", f"{place} is not in the schema {name}.", at=member.at)
+    elif all(types.values()):
+        text = f"{place} has the type {refused_types} in the schema {name}."
+        yield Finding("error", "member_refused", text, at=member.at)
+    elif refused_types:
+        text = f"{place} may also have the type {refused_types}, which makes a record a dead letter."
+        yield warning("type_sometimes_refused", text, at=member.at)
 
 
 def _tracking_id(topology: Topology) -> Iterator[Finding]:

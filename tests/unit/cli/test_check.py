@@ -305,6 +305,19 @@ class TestCheck:
         assert code == 2
         assert "[changelog_record_too_large]" in output
 
+    def test_a_finding_about_a_member_has_its_place(self, tmp_path):
+        schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": ["long", "float"]}]}
+        (tmp_path / "r.avsc").write_text(json.dumps(schema), encoding="utf-8")
+        path = topology(tmp_path, source="topics: [c], format: avro, schema_id: none, schema: r.avsc")
+        code, output = dedup("check", path)
+        assert code == 0
+        assert f"{path}:4:22: warning: tracking_id: id may also have the type float" in output
+        ((found,),) = (
+            [one for one in each["findings"] if one["code"] == "type_sometimes_refused"]
+            for each in json.loads(dedup("check", "--json", path)[1])
+        )
+        assert found["place"] == f"{path}:4:22"
+
     def test_as_json(self, tmp_path):
         bad = tmp_path / "a.yaml"
         bad.write_text("dedup: 2", encoding="utf-8")
@@ -312,6 +325,7 @@ class TestCheck:
         assert code == 2
         good, found = json.loads(output)
         assert (good["ok"], [each["code"] for each in good["findings"]]) == (True, ["tombstones_forwarded"])
+        assert good["findings"][0]["place"] == SIMPLEST
         assert (found["ok"], found["problems"][-1]["place"]) == (False, f"{bad}:1:8")
 
     def test_a_file_that_is_no_text(self, tmp_path):
