@@ -52,7 +52,11 @@ _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
 _SHOWN: Final = ("position", "ids", "size_bytes")
 UrlOption = Annotated[
     list[str] | None,
-    typer.Option("--url", help="URL of a worker's web pages. Default: the URL from web.host and web.port. Repeatable."),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="URL of a worker's web pages. Default: the URL from web.host and web.port. Repeatable.",
+    ),
 ]
 
 
@@ -65,7 +69,9 @@ def apply(
     acls: Annotated[
         bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
     ] = False,
-    principal: Annotated[str, typer.Option(help="Principal for the permissions that --acls prints.")] = "User:dedup",
+    principal: Annotated[
+        str, typer.Option(metavar="PRINCIPAL", help="Principal for the permissions that --acls prints.")
+    ] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -344,7 +350,7 @@ def replay(
     forward: Annotated[
         bool, typer.Option("--forward", help="Send late records to the output, which may then contain duplicates.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of records to send.")] = None,
     *,
     begin: Annotated[
         Literal["last", "start"] | None,
@@ -421,11 +427,13 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for this command's state; do not use a worker's state_dir. Default: state_dir/.checkpoint."
+            metavar="DIRECTORY",
+            help="Directory for this command's state; do not use a worker's state_dir. Default: state_dir/.checkpoint.",
         ),
     ] = None,
     partitions: Annotated[
-        list[int] | None, typer.Option("--partition", min=0, help="Checkpoint only this partition. Repeatable.")
+        list[int] | None,
+        typer.Option("--partition", min=0, metavar="N", help="Checkpoint only this partition. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,

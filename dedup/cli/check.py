@@ -43,7 +43,30 @@ if TYPE_CHECKING:
 _SamplesOption = Annotated[
     Path | None,
     typer.Option(
-        help="With --allow-code, run the code on the JSON value in each line of this file.", exists=True, dir_okay=False
+        metavar="FILE",
+        help="With --allow-code, run the code on the JSON value in each line of this file.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+_RecordsFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        show_default=False,
+        help="File with one JSON value per line. If FILE is omitted or -, the command reads standard input.",
+    ),
+]
+_FirstTime = Annotated[
+    str,
+    typer.Option(
+        "--time", metavar="TIME", help="Timestamp of the first line (RFC 3339); each following line is 1 s later."
+    ),
+]
+_Now = Annotated[
+    str | None,
+    typer.Option(
+        "--now", metavar="TIME", help="Time to use as the current time (RFC 3339). Default: this machine's clock."
     ),
 ]
 _STDIN: Final = Path("-")
@@ -52,7 +75,7 @@ LOOK_S: Final = 0.3
 
 
 def check(
-    topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
+    topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY", help="Topology and ingest files.")],
     broker: Annotated[
         bool, typer.Option("--broker", help="Also compare the cluster's topics with those that each topology needs.")
     ] = False,
@@ -282,7 +305,7 @@ def describe(
 def schema(
     of: Annotated[
         Literal["topology", "config", "ingest"],
-        typer.Argument(metavar="topology|config|ingest", help="Kind of file that the schema describes."),
+        typer.Argument(metavar="KIND", help="Kind of file that the schema describes: topology, config, or ingest."),
     ] = "topology",
 ) -> None:
     """Print the JSON Schema of topology, config, or ingest files, for use in editors.
@@ -299,24 +322,12 @@ def schema(
 
 def try_records(
     topology: TopologyArgument,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            show_default=False,
-            help="File with one JSON value per line. If FILE is omitted or -, the command reads standard input.",
-        ),
-    ] = _STDIN,
+    file: _RecordsFile = _STDIN,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Read each line as a whole record, not only as a value.")
     ] = False,
-    start: Annotated[
-        str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
-    ] = A_TIME,
-    now: Annotated[
-        str | None,
-        typer.Option("--now", help="Time to use as the current time (RFC 3339). Default: this machine's clock."),
-    ] = None,
+    start: _FirstTime = A_TIME,
+    now: _Now = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -358,8 +369,11 @@ def try_records(
 def size(
     topology: OptionalTopology = None,
     *,
-    rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID was seen before.")] = 0,
+    rate: Annotated[float, typer.Option(min=0, metavar="N", help="Records per second.")] = 1000,
+    duplicates: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Share of records whose ID was seen before, from 0 to 1."),
+    ] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's guard period.")
@@ -370,7 +384,9 @@ def size(
             metavar="DURATION", help="Grace period. Default: --guard or, without it, the topology's grace period."
         ),
     ] = None,
-    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
+    partitions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of partitions that dedup tasks read.")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.

@@ -33,10 +33,17 @@ if TYPE_CHECKING:
     from dedup.verify.report import Report
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
-OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file. Default: config/local.yaml.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
+OptionalTopology = Annotated[Path | None, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Config file. Default: config/local.yaml.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key. Repeatable.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Path of an HTML report; a JSON report is written next to it.")
+]
 
 A_TIME: Final = "2024-01-01T00:00:00Z"
 _GAP: Final = 2

@@ -29,7 +29,9 @@ def run(
     topology: TopologyArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=256, metavar="N", help="Number of worker processes, from 1 to 256.")
+    ] = 1,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
