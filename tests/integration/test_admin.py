@@ -189,7 +189,7 @@ def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash
     assert before == 20
     dedup(job, "replay", code=137, **{VARIABLE: crash_at})
     told = dedup(job, "replay")
-    assert re.search(r"\d+ records of \S+ sent to their source partitions", told)
+    assert re.search(r"\d+ records? of \S+ sent to their source partitions", told)
     sent = [
         message
         for message in job.read(job.topology.source.topics[0])
@@ -340,7 +340,7 @@ def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:
     job.send([Event(0, b'{"id":"new","n":1}', BASE_MS + 100_000), Event(0, b'{"id":"late-id","n":0}', BASE_MS, b"k")])
     job.finish()
     assert "add --forward" in dedup(job, "replay", "--late", code=2)
-    assert f"1 records of {job.output}.late sent to {job.output}" in dedup(job, "replay", "--late", "--forward")
+    assert f"1 record of {job.output}.late sent to {job.output}" in dedup(job, "replay", "--late", "--forward")
     (forwarded,) = [message for message in job.read(job.output) if id_of(message.value()) == "late-id"]
     place = f"{job.topology.source.topics[0]}/0/1".encode()
     assert forwarded.headers() == [("dedup-verdict", b"late"), ("dedup-replayed", place)]
