@@ -33,6 +33,7 @@ from dedup.quantities import format_duration, parse_duration
 from dedup.topology.state_size import KINDS, format_bytes, key_bytes, predict
 
 if TYPE_CHECKING:
+    from dedup.core.flow import Flow
     from dedup.settings import Settings
     from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
@@ -323,11 +324,15 @@ def schema(
 def try_records(
     topology: TopologyArgument,
     file: _RecordsFile = _STDIN,
+    *,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Read each line as a whole record, not only as a value.")
     ] = False,
     start: _FirstTime = A_TIME,
     now: _Now = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the topology's flow on each forwarded record.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -338,7 +343,12 @@ def try_records(
     binary formats such as Avro, write "value_base64" instead of "value". With `source.format: json_schema`, the command
     adds the framing to each JSON value; with `source.format: csv`, each line is a row.
 
-    Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+    If the topology takes IDs from a Python function, the command imports and calls that function. The command runs the
+    topology's flow only with --allow-code, and then shows the records that the flow yields.
+
+    Examples: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+
+    dedup try topologies/routed.yaml incoming.jsonl --allow-code
     """
     from dedup.cli.try_records import RecordJudge, entries
 
@@ -348,7 +358,8 @@ def try_records(
 
         parsed = asking(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
-    judge = RecordJudge(parsed, now_ms=now_ms)
+    flow = _flow_of(parsed, allow_code=allow_code)
+    judge = RecordJudge(parsed, now_ms=now_ms, flow=flow)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
     name = "standard input" if file == _STDIN else str(file)
@@ -364,6 +375,19 @@ def try_records(
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
+
+
+def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:
+    """Return the topology's flow, or None if there is none or its code may not run, which the user is then told."""
+    from dedup.flow_loader import load_flow
+
+    if topology.then is None:
+        return None
+    if allow_code:
+        return load_flow(topology.then)
+    said = f"the flow {topology.then.name} is not run, so where it sends the forwarded records is not shown"
+    typer.echo(f"{said}; --allow-code runs it", err=True)
+    return None
 
 
 def size(

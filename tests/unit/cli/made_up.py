@@ -38,6 +38,12 @@ tracking_id: {{field: id}}
 guard_period: 1d
 output: {{topic: {TOPIC}.unique}}
 """
+ORDERS: Final = """{"order_id": 17, "country": "DE", "amount": "19.90"}
+{"order_id": 17, "country": "DE", "amount": "19.90"}
+{"order_id": 18, "country": "US", "amount": "7.00"}
+{"order_id": 19, "test": true}
+{"order_id": 20, "amount": "7.00"}
+"""
 VERDICTS: Final = {"unique": 100_345_678, "duplicate": 20_000_000, "dead_letter": 1_204, "late": 311}
 CAUSES: Final = {"dead_letter": {"not_json": 1_200, "id_missing": 4}, "late": {f"{TOPIC}/9": 311}}
 
@@ -50,6 +56,7 @@ def printed_by(command: str, width: int, fakes: Fakes = dict) -> str:
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as replaced:
         (Path(directory) / "payments.yaml").write_text(PAYMENTS, encoding="utf-8")
+        (Path(directory) / "orders.jsonl").write_text(ORDERS, encoding="utf-8")
         for name, fake in fakes().items():
             replaced.enter_context(mock.patch(f"dedup.{name}", fake))
         replaced.callback(os.chdir, before)

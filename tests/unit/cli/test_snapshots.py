@@ -137,6 +137,7 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
             "apply-acls": "apply topologies/orders.yaml --acls",
             "check": "check topologies/simplest.yaml topologies/orders.yaml",
             "describe": "describe topologies/orders.yaml",
+            "try-flow": "try topologies/routed.yaml DIR/orders.jsonl --allow-code --now 2024-01-02T00:00:00Z",
             "try": "try topologies/simplest.yaml tests/data/sample.jsonl --now 2024-01-02T00:00:00Z",
             "size": "size --rate 1000 --guard 1d",
         }.items()
@@ -177,7 +178,7 @@ Not here are `schema` (a JSON Schema), `broker` (its address), and `spark run` a
 WRAPPED_BY_THE_TERMINAL: Final = {
     *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "doctor", "explain", "ingest", "layout", "lookup"),
     *("replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill", "spark-incremental", "spark-seed"),
-    *("spark-upsert", "try"),
+    *("spark-upsert", "try", "try-flow"),
 }
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
 
