@@ -239,14 +239,9 @@ def _command(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401  # typer
 def _named(parameter: Any) -> str:  # noqa: ANN401  # typer's own parameter classes
     if parameter.param_type_name == "argument":  # a bar would end the cell
         return f"`{parameter.metavar or parameter.human_readable_name}`".replace("|", "\\|")
-    value = "" if parameter.is_flag else f" {parameter.metavar or _value(parameter.type_descriptor.annotation)}"
+    value = "" if parameter.is_flag else f" {parameter.metavar}".replace("|", "\\|")
     again = " ..." if parameter.multiple else ""
     return " ".join(f"`{option}{value}{again}`" for option in parameter.opts)
-
-
-def _value(annotation: object) -> str:
-    text = str(annotation)
-    return "N" if "int" in text or "float" in text else "FILE" if "Path" in text else "TEXT"
 
 
 def _about(parameter: Any) -> str:  # noqa: ANN401  # typer's own parameter classes

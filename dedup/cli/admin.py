@@ -22,6 +22,7 @@ from dedup.cli.inputs import (
     SetOption,
     TopologyArgument,
     names_ingest_file,
+    packed,
     read_both,
     read_ingest,
     read_settings,
@@ -52,7 +53,11 @@ _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
 _SHOWN: Final = ("position", "ids", "size_bytes")
 UrlOption = Annotated[
     list[str] | None,
-    typer.Option("--url", help="URL of a worker's web pages. Default: the URL from web.host and web.port. Repeatable."),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="URL of a worker's web pages. Default: the URL from web.host and web.port. Repeatable.",
+    ),
 ]
 
 
@@ -65,7 +70,9 @@ def apply(
     acls: Annotated[
         bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
     ] = False,
-    principal: Annotated[str, typer.Option(help="Principal for the permissions that --acls prints.")] = "User:dedup",
+    principal: Annotated[
+        str, typer.Option(metavar="PRINCIPAL", help="Principal for the permissions that --acls prints.")
+    ] = "User:dedup",
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -148,42 +155,48 @@ def _apply_ingest(path: Path, settings: Settings, *, dry_run: bool, as_json: boo
 
 
 def _say_applied(plan: TopicPlan, more: Mapping[str, object], *, dry_run: bool, as_json: bool) -> None:
-    lines = [f"{len(plan.make)} topics created"] if plan.make and not dry_run else []
+    lines = [f"{_counted(len(plan.make), 'topic')} created"] if plan.make and not dry_run else []
     say({"dry_run": dry_run, **asdict(plan), **more}, lines, as_json=as_json)
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
     from dedup.topology.describe import worker_permissions
 
-    rows, table, commands = [], [], []
+    rows, lines, commands = [], [], []
     for each in worker_permissions(topology):
         resource, pattern = each.resource.value, "prefixed" if each.prefixed else "literal"
         row = {"resource": resource, "name": each.name, "pattern": pattern, "operations": list(each.operations)}
         rows.append({**row, "why": each.why})
         name = f"{each.name}{'*' if each.prefixed else ''}"
-        table.append(f"{resource:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip())
+        lines += [f"{resource} {name}: {', '.join(each.operations)}", *([f"    {each.why}"] if each.why else [])]
         # `dedup` only prints this command, for an administrator to run.
         parts = ["kafka-acls", "--bootstrap-server", ",".join(settings.brokers)]
         parts += ["--add", "--allow-principal", principal]
         parts += [part for operation in each.operations for part in ("--operation", operation)]
         parts += [f"--{resource}", each.name, *(["--resource-pattern-type", pattern] if each.prefixed else [])]
         commands.append(shlex.join(parts))
-    say({"principal": principal, "permissions": rows}, [*table, "", *commands], as_json=as_json)
+    say({"principal": principal, "permissions": rows}, [*lines, "", *commands], as_json=as_json)
 
 
 def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
     for topic in plan.make:
-        configs = ", ".join(f"{key}={value}" for key, value in sorted(topic.configs.items()))
-        count = "the brokers' default number of" if topic.partitions < 0 else topic.partitions
-        factor = "" if topic.replication_factor < 0 else f", {topic.replication_factor} replicas"
-        word = "would create" if dry_run else "create"
-        typer.echo(f"{word} {topic.name}: {count} partitions{factor}" + (f"; {configs}" if configs else ""))
+        count = "the brokers' default number of partitions"
+        if topic.partitions > 0:
+            count = _counted(topic.partitions, "partition")
+        factor = "" if topic.replication_factor < 0 else f", {_counted(topic.replication_factor, 'replica')}"
+        typer.echo(f"{'would create' if dry_run else 'create'} {topic.name}: {count}{factor}")
+        if topic.configs:
+            typer.echo(packed("   ", (f"{key}={value}" for key, value in sorted(topic.configs.items()))))
     for name in plan.as_wanted:
         typer.echo(f"ok {name}")
     for each in plan.differences:
         typer.echo(f"differs {each.topic}: {each.what} is {each.found}; apply would create it with {each.wanted}")
     if not plan.make:
         typer.echo("nothing to create")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def status(
@@ -365,7 +378,7 @@ def replay(
     forward: Annotated[
         bool, typer.Option("--forward", help="Send late records to the output, which may then contain duplicates.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of records to send.")] = None,
     *,
     begin: Annotated[
         Literal["last", "start"] | None,
@@ -406,7 +419,10 @@ def replay(
 
     done = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     target = plan.output or "their source partitions"
-    lines = [f"{done.sent} records of {plan.topic} sent to {target}", *(f"left {text}" for text in done.left)]
+    lines = [
+        f"{_counted(done.sent, 'record')} of {plan.topic} sent to {target}",
+        *(f"left {text}" for text in done.left),
+    ]
     say({"topic": plan.topic, "sent": done.sent, "left": done.left}, lines, as_json=as_json)
 
 
@@ -442,11 +458,13 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for this command's state; do not use a worker's state_dir. Default: state_dir/.checkpoint."
+            metavar="DIRECTORY",
+            help="Directory for this command's state; do not use a worker's state_dir. Default: state_dir/.checkpoint.",
         ),
     ] = None,
     partitions: Annotated[
-        list[int] | None, typer.Option("--partition", min=0, help="Checkpoint only this partition. Repeatable.")
+        list[int] | None,
+        typer.Option("--partition", min=0, metavar="N", help="Checkpoint only this partition. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,

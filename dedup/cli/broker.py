@@ -15,14 +15,18 @@ from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept
 
 
 def broker(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 means any free port.")] = 9092,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory. Default: a temporary directory.")] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port for clients; 0 means any free port.")
+    ] = 9092,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Data directory. Default: a temporary directory.")
+    ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a broker property. Repeatable.")
     ] = None,
     registry: Annotated[bool, typer.Option("--registry", help="Also run a schema registry.")] = False,
     registry_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the schema registry; 0 means any free port.")
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0 means any free port.")
     ] = 8081,
 ) -> None:
     """Run an embedded Kafka broker until you press Ctrl-C.
@@ -62,7 +66,7 @@ def broker(
 def demo(
     fast: Annotated[bool, typer.Option("--fast", help="Use only the first 40,000 flights.")] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")
+        Path | None, typer.Option(metavar="FILE", help="Path of the HTML report; a JSON report is written next to it.")
     ] = None,
     chain: Annotated[
         bool,

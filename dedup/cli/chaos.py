@@ -40,6 +40,35 @@ _SESSION_S: Final = 6
 _OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "log.format=text")
 
 
+_TestConfig = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Config file of a test environment. Default: use an embedded Kafka.")
+]
+_Minutes = Annotated[
+    float, typer.Option(min=0.2, metavar="N", help="Duration of the fault injection in minutes, at least 0.2.")
+]
+_Seed = Annotated[
+    int, typer.Option(metavar="N", help="Seed of the fault schedule; the same seed repeats the same faults.")
+]
+_Harder = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        max=20,
+        metavar="N",
+        help="Fault-rate multiplier, from 0.1 to 20; above 1, adds fault types on embedded Kafka.",
+    ),
+]
+_Partitions = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Number of partitions of each source topic in the embedded Kafka. Default: 4."
+    ),
+]
+_Report = Annotated[
+    Path, typer.Option(metavar="FILE", help="Path of the HTML report; a JSON report is written next to it.")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
     """The options of `dedup chaos`."""
@@ -60,23 +89,14 @@ class ChaosOptions:
 
 def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    config: Annotated[
-        Path | None, typer.Option(help="Config file of a test environment. Default: use an embedded Kafka.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="Duration of the fault injection in minutes.")] = 2.0,
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,
-    per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
-    seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed repeats the same faults.")] = 1,
-    harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1, adds fault types on embedded Kafka.")
-    ] = 1.0,
-    partitions: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of partitions of each source topic in the embedded Kafka. Default: 4."),
-    ] = None,
-    report: Annotated[Path, typer.Option(help="Path of the HTML report; a JSON report is written next to it.")] = Path(
-        "chaos.html"
-    ),
+    config: _TestConfig = None,
+    minutes: _Minutes = 2.0,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of workers.")] = 2,
+    per_s: Annotated[int, typer.Option(min=1, metavar="N", help="Records sent per second.")] = 2_000,
+    seed: _Seed = 1,
+    harder: _Harder = 1.0,
+    partitions: _Partitions = None,
+    report: _Report = Path("chaos.html"),
     as_json: JsonOption = False,
 ) -> None:
     """Inject faults into a fleet under load, then verify that nothing was lost or duplicated.

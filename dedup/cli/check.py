@@ -33,6 +33,7 @@ from dedup.quantities import format_duration, parse_duration
 from dedup.topology.state_size import KINDS, format_bytes, key_bytes, predict
 
 if TYPE_CHECKING:
+    from dedup.core.flow import Flow
     from dedup.settings import Settings
     from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
@@ -43,7 +44,30 @@ if TYPE_CHECKING:
 _SamplesOption = Annotated[
     Path | None,
     typer.Option(
-        help="With --allow-code, run the code on the JSON value in each line of this file.", exists=True, dir_okay=False
+        metavar="FILE",
+        help="With --allow-code, run the code on the JSON value in each line of this file.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+_RecordsFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        show_default=False,
+        help="File with one JSON value per line. If FILE is omitted or -, the command reads standard input.",
+    ),
+]
+_FirstTime = Annotated[
+    str,
+    typer.Option(
+        "--time", metavar="TIME", help="Timestamp of the first line (RFC 3339); each following line is 1 s later."
+    ),
+]
+_Now = Annotated[
+    str | None,
+    typer.Option(
+        "--now", metavar="TIME", help="Time to use as the current time (RFC 3339). Default: this machine's clock."
     ),
 ]
 _STDIN: Final = Path("-")
@@ -52,7 +76,7 @@ LOOK_S: Final = 0.3
 
 
 def check(
-    topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
+    topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY", help="Topology and ingest files.")],
     broker: Annotated[
         bool, typer.Option("--broker", help="Also compare the cluster's topics with those that each topology needs.")
     ] = False,
@@ -73,8 +97,9 @@ def check(
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
     the command also compares the cluster's topics with those that each topology needs. If the source's values contain
-    schema IDs, --broker also compares the members that a topology names with each source topic's newest schema in the
-    schema registry (subject `source.subject` or TOPIC-value; for members of keys, `source.key_subject` or TOPIC-key).
+    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each
+    source topic's newest schema in the schema registry (subject `source.subject` or TOPIC-value; for members of keys,
+    `source.key_subject` or TOPIC-key).
 
     By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
     and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two
@@ -175,15 +200,23 @@ def _check_once(
             except TopologyError as error:
                 errors = error.problems
             weak |= {stage.file} if any(map(is_weak, found)) else set()
-        bad = [Problem(str(path), f"{each.text} [{each.code}]") for each in found if each.level == "error"]
+        places = _places(path, found)
+        bad = [
+            Problem(place, f"{each.text} [{each.code}]")
+            for place, each in zip(places, found, strict=True)
+            if each.level == "error"
+        ]
         problems += errors + bad
         ok = not errors and not bad
-        findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
+        findings = [
+            {"level": each.level, "code": each.code, "place": place, "text": each.text}
+            for place, each in zip(places, found, strict=True)
+        ]
         reports.append(
             {"file": str(path), "ok": ok, "problems": [asdict(each) for each in errors], "findings": findings}
         )
         if not as_json:
-            _print_warnings(path, found, ok=ok)
+            _print_warnings(path, list(zip(places, found, strict=True)), ok=ok)
     if as_json:
         typer.echo(json.dumps(reports, indent=2))
     elif len(stages) > 1:
@@ -224,10 +257,20 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     return lint(topology) + asyncio.run(broker_findings(topology, settings)) + registry_findings(topology, settings)
 
 
-def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:
-    warnings = [finding for finding in found if finding.level == "warning"]
-    for finding in warnings:
-        typer.echo(f"{path}: warning: {finding.text} [{finding.code}]")
+def _places(path: Path, found: Sequence[Finding]) -> list[str]:
+    """Return the place of each finding: file:line:column, or only the file for a finding about the whole file."""
+    from dedup.yaml_document import read, text_of
+
+    if not any(each.at for each in found):
+        return [str(path)] * len(found)
+    document = read(text_of(path), name=str(path))
+    return [document.place(each.at) if each.at else str(path) for each in found]
+
+
+def _print_warnings(path: Path, found: Sequence[tuple[str, Finding]], *, ok: bool) -> None:
+    warnings = [(place, finding) for place, finding in found if finding.level == "warning"]
+    for place, finding in warnings:
+        typer.echo(f"{place}: warning: {finding.text} [{finding.code}]")
     if ok:
         count = f", {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
         typer.echo(f"{path}: ok{count}")
@@ -264,7 +307,7 @@ def describe(
 def schema(
     of: Annotated[
         Literal["topology", "config", "ingest"],
-        typer.Argument(metavar="topology|config|ingest", help="Kind of file that the schema describes."),
+        typer.Argument(metavar="KIND", help="Kind of file that the schema describes: topology, config, or ingest."),
     ] = "topology",
 ) -> None:
     """Print the JSON Schema of topology, config, or ingest files, for use in editors.
@@ -281,24 +324,16 @@ def schema(
 
 def try_records(
     topology: TopologyArgument,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            show_default=False,
-            help="File with one JSON value per line. If FILE is omitted or -, the command reads standard input.",
-        ),
-    ] = _STDIN,
+    file: _RecordsFile = _STDIN,
+    *,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Read each line as a whole record, not only as a value.")
     ] = False,
-    start: Annotated[
-        str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
-    ] = A_TIME,
-    now: Annotated[
-        str | None,
-        typer.Option("--now", help="Time to use as the current time (RFC 3339). Default: this machine's clock."),
-    ] = None,
+    start: _FirstTime = A_TIME,
+    now: _Now = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the topology's flow on each forwarded record.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -310,7 +345,12 @@ def try_records(
     `source.format: json_schema`, the command adds the framing to each JSON value (with `source.key_format:
     json_schema`, to each key); with `source.format: csv`, each line is a row.
 
-    Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+    If the topology takes IDs from a Python function, the command imports and calls that function. The command runs the
+    topology's flow only with --allow-code, and then shows the records that the flow yields.
+
+    Examples: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+
+    dedup try topologies/routed.yaml incoming.jsonl --allow-code
     """
     from dedup.cli.try_records import RecordJudge, entries
 
@@ -320,7 +360,8 @@ def try_records(
 
         parsed = asking(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
-    judge = RecordJudge(parsed, now_ms=now_ms)
+    flow = _flow_of(parsed, allow_code=allow_code)
+    judge = RecordJudge(parsed, now_ms=now_ms, flow=flow)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
     name = "standard input" if file == _STDIN else str(file)
@@ -338,11 +379,27 @@ def try_records(
         typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
 
 
+def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:
+    """Return the topology's flow, or None if there is none or its code may not run, which the user is then told."""
+    from dedup.flow_loader import load_flow
+
+    if topology.then is None:
+        return None
+    if allow_code:
+        return load_flow(topology.then)
+    said = f"the flow {topology.then.name} is not run, so where it sends the forwarded records is not shown"
+    typer.echo(f"{said}; --allow-code runs it", err=True)
+    return None
+
+
 def size(
     topology: OptionalTopology = None,
     *,
-    rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID was seen before.")] = 0,
+    rate: Annotated[float, typer.Option(min=0, metavar="N", help="Records per second.")] = 1000,
+    duplicates: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Share of records whose ID was seen before, from 0 to 1."),
+    ] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period. Default: the topology's guard period.")
@@ -353,7 +410,9 @@ def size(
             metavar="DURATION", help="Grace period. Default: --guard or, without it, the topology's grace period."
         ),
     ] = None,
-    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions that dedup tasks read.")] = 1,
+    partitions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of partitions that dedup tasks read.")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.

@@ -33,12 +33,21 @@ if TYPE_CHECKING:
     from dedup.verify.report import Report
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
-OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file. Default: config/local.yaml.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
+OptionalTopology = Annotated[Path | None, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Config file. Default: config/local.yaml.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key. Repeatable.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Path of an HTML report; a JSON report is written next to it.")
+]
 
 A_TIME: Final = "2024-01-01T00:00:00Z"
+WIDTH: Final = 80
+"""The number of columns of the narrowest terminal that dedup's output is made for."""
 _GAP: Final = 2
 _LONGEST_NAME: Final = 28
 _CUT: Final = "…"
@@ -129,6 +138,21 @@ def publish(found: Report, page: Path | None, command: str, *, as_json: bool) ->
     if page is not None:
         console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
     print_report(found, console)
+
+
+def packed(head: str, parts: Iterable[str], width: int = WIDTH) -> str:
+    """Return ``head`` and ``parts`` on lines of at most ``width`` characters, which break only between two parts.
+
+    Lines after the first are indented. A part that is longer than a line has its own line.
+    """
+    lines, gap = [head], " "
+    for part in parts:
+        if len(lines[-1]) + len(gap) + len(part) <= width:
+            lines[-1] += gap + part
+        else:
+            lines.append(f"    {part}")
+        gap = "  "
+    return "\n".join(lines)
 
 
 def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from dedup.errors import AuthorMistake, DedupError, PackageMissing, Terminated
 from dedup.kafka.outage_lines import quiet_logging
@@ -77,20 +77,31 @@ _OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
-        return _flags_without_type(super().get_params(ctx))
+        return _for_readers(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
-        return _flags_without_type(super().get_params(ctx))
+        return _for_readers(super().get_params(ctx))
 
 
-def _flags_without_type(parameters: list[Any]) -> list[Any]:
-    """Make `--help` show a flag without the type ``<bool>``, because a flag takes no value."""
+def _for_readers(parameters: list[Any]) -> list[Any]:
+    """Make `--help` show no types, such as ``<bool>`` or ``<int range> [x>=1]``.
+
+    A flag takes no value, every other option has a metavar, an argument has a name, and help texts say what the limits
+    of a number are. Values are converted and checked as before.
+    """
     for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
+        if isinstance(parameter, TyperArgument):
+            parameter.display_type_rich = _no_type  # type: ignore[method-assign]
+        elif parameter.is_flag:
             parameter.metavar = ""
+        parameter.min = parameter.max = None
     return parameters
+
+
+def _no_type(ctx: object) -> None:  # noqa: ARG001 - Typer calls it with the context
+    return None
 
 
 def create_app() -> typer.Typer:

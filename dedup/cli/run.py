@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 import dedup
-from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_both
+from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, packed, read_both
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,7 +30,9 @@ def run(
     topology: TopologyArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=256, metavar="N", help="Number of worker processes, from 1 to 256.")
+    ] = 1,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
     ] = False,
@@ -99,15 +102,17 @@ class VerdictProgress:
     def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
         """Show the current activity, the records per second, and the number of records with each verdict."""
         if self._enabled:
-            line = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s  {self._split()}"
+            doing = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s "
+            line = packed(doing, self._split(), self._console.width)
             self._live.update(Group(*above, Text(line)), refresh=True)
 
-    def _split(self) -> str:
-        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+    def _split(self) -> list[str]:
+        return [f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count]
 
     def closing_line(self) -> None:
         """Print how many records this process judged, by verdict."""
-        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
+        head = f"judged {self.verdicts.total():,}:"
+        self._console.print(packed(head, self._split() or ["nothing"], self._console.width), highlight=False)
 
 
 class RunProgress(VerdictProgress):
@@ -157,4 +162,5 @@ def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
     total = sum(each.restore_total for each in restoring)
     remaining = sum(each.restore_remaining for each in restoring)
     text = Text(f"restoring {len(restoring)} tasks, {remaining:,} of {total:,} changelog offsets to go ")
-    return [text, ProgressBar(total=total, completed=total - remaining)]
+    bar = ProgressBar(total=total, completed=total - remaining)
+    return [text, Padding(bar, 0)]  # A bar alone does not end its line.

@@ -16,13 +16,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import typer
 
 from dedup.cli.inputs import (
     ConfigOption,
     JsonOption,
+    ReportOption,
     SetOption,
     TopologyArgument,
     pairs_of,
@@ -35,6 +36,48 @@ from dedup.cli.inputs import (
     where_named,
 )
 from dedup.cli.run import VerdictProgress
+from dedup.cli.spark_options import (
+    PASSWORD,
+    BeginOffsets,
+    ChangelogRows,
+    Checkpoint,
+    CommitRows,
+    ConfOption,
+    DeltaOption,
+    EndOfHistory,
+    EndOfTopics,
+    EveryOption,
+    ExitWhenDone,
+    FormatOption,
+    GrowingInputs,
+    HistoryFormat,
+    HistoryInputs,
+    IcebergOption,
+    InputFormat,
+    JdbcTable,
+    JdbcUrl,
+    JdbcUser,
+    MasterOption,
+    MostOffsets,
+    NowOption,
+    OffsetsPerCommit,
+    OntoExistingOutput,
+    OutputInputs,
+    QuietOption,
+    RejectedPath,
+    Repartitioned,
+    RowsAreEvents,
+    RunName,
+    SeededHistory,
+    SeedHistory,
+    StartOfTopics,
+    TableOrder,
+    TableSchema,
+    UpsertDelta,
+    VerdictsFormat,
+    VerdictsPlace,
+    VerdictsTable,
+)
 from dedup.errors import Problem, SettingsError, VerificationFailed
 from dedup.quantities import parse_duration
 
@@ -54,35 +97,6 @@ if TYPE_CHECKING:
 
 _aside: Final = partial(typer.echo, err=True)
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
-_PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
-
-
-_Master = Annotated[
-    str | None, typer.Option(help="Spark master. Default: the master set by spark-submit, or this machine.")
-]
-_Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
-_RowsAreEvents = Annotated[
-    bool,
-    typer.Option(
-        "--rows-are-events", help="Convert each input row to a JSON event; the input needs no column `value`."
-    ),
-]
-_Every = Annotated[str, typer.Option(help="How long to wait if there are no new records to append to the table.")]
-_Delta = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
-]
-_Iceberg = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table; the name includes the catalog."),
-]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
-_ExitWhenDone = Annotated[
-    bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at startup.")
-]
-_Now = Annotated[str | None, typer.Option(help="Time to use as the current time; later event times are future times.")]
-
-InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
-_HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
 
 
 def open_session(
@@ -201,23 +215,19 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[
-        str, typer.Option(help="Directory for Spark's checkpoint; each topology needs its own directory.")
-    ],
+    checkpoint: Checkpoint,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    master: _Master = None,
-    conf: _Conf = None,
-    exit_when_done: _ExitWhenDone = False,
-    most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets per micro-batch.")] = 1_000_000,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records per transaction.")] = 100_000,
-    onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output topic that has records.")
-    ] = False,
-    delta: _Delta = None,
-    iceberg: _Iceberg = None,
-    every: _Every = "10s",
-    quiet: _Quiet = False,
+    master: MasterOption = None,
+    conf: ConfOption = None,
+    exit_when_done: ExitWhenDone = False,
+    most_offsets: MostOffsets = 1_000_000,
+    commit_rows: CommitRows = 100_000,
+    onto_existing_output: OntoExistingOutput = False,
+    delta: DeltaOption = None,
+    iceberg: IcebergOption = None,
+    every: EveryOption = "10s",
+    quiet: QuietOption = False,
 ) -> None:
     """Deduplicate a topology's source topics on Spark, exactly once, with the same verdicts and state as workers.
 
@@ -300,31 +310,22 @@ class _StreamProgress(VerdictProgress):
 def backfill_command(
     topology: TopologyArgument,
     *,
-    out: Annotated[str, typer.Option(help="Directory or Delta table for the verdicts.")],
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the source topics.")
-    ] = None,
-    fmt: Annotated[
-        InputFormat,
-        typer.Option("--format", help="Format of --input; json means one event per line, and table is a table name."),
-    ] = "parquet",
-    rows_are_events: _RowsAreEvents = False,
-    out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of the run; a completed run is not repeated.")] = "backfill",
-    start: Annotated[
-        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (oldest record), or a timestamp.")
-    ] = "whole",
-    until: Annotated[str, typer.Option(help="Where to stop in topics: now or a timestamp.")] = "now",
-    repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the same order as workers.")
-    ] = False,
-    now: _Now = None,
+    out: VerdictsPlace,
+    inputs: HistoryInputs = None,
+    fmt: FormatOption = "parquet",
+    rows_are_events: RowsAreEvents = False,
+    out_format: VerdictsFormat = "parquet",
+    run: RunName = "backfill",
+    start: StartOfTopics = "whole",
+    until: EndOfTopics = "now",
+    repartitioned: Repartitioned = False,
+    now: NowOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    master: _Master = None,
-    conf: _Conf = None,
+    master: MasterOption = None,
+    conf: ConfOption = None,
     as_json: JsonOption = False,
-    quiet: _Quiet = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Judge historical records in files, tables, or Kafka topics, and write each record's verdict exactly once.
 
@@ -370,21 +371,17 @@ def _kafka_history(
 
 def incremental_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    inputs: Annotated[
-        list[str], typer.Option("--input", help="Files, directories that receive new files, or a Delta table.")
-    ],
-    out: Annotated[str, typer.Option(help="Path of the Delta table for the verdicts; the first run creates it.")],
-    fmt: Annotated[
-        InputFormat, typer.Option("--format", help="Format of --input; with json, each line is an event.")
-    ] = "parquet",
-    rows_are_events: _RowsAreEvents = False,
-    now: _Now = None,
+    inputs: GrowingInputs,
+    out: VerdictsTable,
+    fmt: FormatOption = "parquet",
+    rows_are_events: RowsAreEvents = False,
+    now: NowOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
-    master: _Master = None,
-    conf: _Conf = None,
-    quiet: _Quiet = False,
+    master: MasterOption = None,
+    conf: ConfOption = None,
+    quiet: QuietOption = False,
 ) -> None:
     """Judge the records added to an input since the last run, and append their verdicts to a Delta table exactly once.
 
@@ -423,23 +420,17 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
 
 def seed_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    until: Annotated[
-        str,
-        typer.Option(metavar="earliest|latest|TIME|OFFSETS", help="Where the history ends and the fleet takes over."),
-    ],
-    history: Annotated[
-        list[str] | None,
-        typer.Option(help="Files, directories, or tables with the history. Default: the source topics."),
-    ] = None,
-    fmt: _HistoryFormat = "parquet",
-    rows_are_events: _RowsAreEvents = False,
+    until: EndOfHistory,
+    history: SeedHistory = None,
+    fmt: HistoryFormat = "parquet",
+    rows_are_events: RowsAreEvents = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records per transaction.")] = 50_000,
-    master: _Master = None,
-    conf: _Conf = None,
+    commit_rows: ChangelogRows = 50_000,
+    master: MasterOption = None,
+    conf: ConfOption = None,
     as_json: JsonOption = False,
-    quiet: _Quiet = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Judge historical records, and write their sightings to the changelog, so that a new fleet continues from there.
 
@@ -486,24 +477,17 @@ def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    history: Annotated[list[str] | None, typer.Option(help="Files or tables that seeded the fleet, if any.")] = None,
-    fmt: _HistoryFormat = "parquet",
-    rows_are_events: _RowsAreEvents = False,
-    begins: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="OFFSETS", help="Offsets at which the fleet began, if the topics no longer show them."
-        ),
-    ] = None,
+    history: SeededHistory = None,
+    fmt: HistoryFormat = "parquet",
+    rows_are_events: RowsAreEvents = False,
+    begins: BeginOffsets = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Path of an HTML report; a JSON report is written next to it.")
-    ] = None,
+    report: ReportOption = None,
     as_json: JsonOption = False,
-    master: _Master = None,
-    conf: _Conf = None,
-    quiet: _Quiet = False,
+    master: MasterOption = None,
+    conf: ConfOption = None,
+    quiet: QuietOption = False,
 ) -> None:
     """Prove from all records in the topics that nothing was lost or duplicated.
 
@@ -538,32 +522,21 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
 def upsert_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of the Delta table.")] = None,
-    jdbc: Annotated[
-        str | None, typer.Option(metavar="URL", help="Database URL: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
-    ] = None,
-    table: Annotated[str | None, typer.Option(help="Name of the table in the database.")] = None,
-    user: Annotated[str | None, typer.Option(help=f"Database user; set {_PASSWORD} to the password.")] = None,
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the output topic.")
-    ] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
-    schema: Annotated[
-        str | None,
-        typer.Option(metavar="DDL", help="Columns to fill from the value. Default: the columns key and value."),
-    ] = None,
-    order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="Value by which records are ordered, oldest first.")
-    ] = "event_time",
-    rejected: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
-    ] = None,
+    delta: UpsertDelta = None,
+    jdbc: JdbcUrl = None,
+    table: JdbcTable = None,
+    user: JdbcUser = None,
+    inputs: OutputInputs = None,
+    fmt: FormatOption = "parquet",
+    schema: TableSchema = None,
+    order: TableOrder = "event_time",
+    rejected: RejectedPath = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    master: _Master = None,
-    conf: _Conf = None,
+    master: MasterOption = None,
+    conf: ConfOption = None,
     as_json: JsonOption = False,
-    quiet: _Quiet = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Write the newest record of each tracking ID to a table, with one row per ID. You can safely repeat the command.
 
@@ -604,7 +577,7 @@ def _target(delta: str | None, jdbc: str | None, table: str | None, user: str | 
     if delta is not None and jdbc is None and table is None and user is None:
         return delta
     if delta is None and jdbc is not None and table is not None:
-        return Jdbc(jdbc, table, user, os.environ.get(_PASSWORD))
+        return Jdbc(jdbc, table, user, os.environ.get(PASSWORD))
     text = "name one table: --delta PATH, or --jdbc URL with --table NAME"
     raise SettingsError([Problem("dedup spark upsert", text)])
 
@@ -612,16 +585,16 @@ def _target(delta: str | None, jdbc: str | None, table: str | None, user: str | 
 def sink_command(
     topology: TopologyArgument,
     *,
-    delta: _Delta = None,
-    iceberg: _Iceberg = None,
-    exit_when_done: _ExitWhenDone = False,
-    every: _Every = "10s",
-    most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets per commit.")] = 1_000_000,
+    delta: DeltaOption = None,
+    iceberg: IcebergOption = None,
+    exit_when_done: ExitWhenDone = False,
+    every: EveryOption = "10s",
+    most_offsets: OffsetsPerCommit = 1_000_000,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    master: _Master = None,
-    conf: _Conf = None,
-    quiet: _Quiet = False,
+    master: MasterOption = None,
+    conf: ConfOption = None,
+    quiet: QuietOption = False,
 ) -> None:
     """Append each committed record of a topology's output topic to a Delta or Iceberg table exactly once.
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Final, Literal
 
 import msgspec
 
-from dedup.core.extract import Extractor
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import Extractor, Fault
+from dedup.core.flow import Flow, FlowRecord, yielded
 from dedup.core.fold import Outcome, Rows, Sightings, fold
 from dedup.core.framing import HEADER, KEY_HEADER, framed
 from dedup.core.window import Feed, Sighting, StreamTime
-from dedup.errors import AuthorMistake, Problem
+from dedup.errors import AuthorMistake, Problem, RecordFailed
 from dedup.quantities import format_duration, instant
 from dedup.topology.model import LateForward, LateTo, SourceSpec, Topology, extractor_of
 
 _FEED: Final = Feed(0, 0)
+_INDENT: Final = " " * 11
 _EXEMPT: Final = {
     "missing_id": "it has no ID, and the topology says missing: forward",
     "tombstone": "its value is null, and the topology says tombstones: forward",
@@ -39,6 +42,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class YieldedRecord:
+    """A record that the flow yields, with its contents as text, in which bytes that are not UTF-8 are escaped."""
+
+    topic: str
+    key: str | None
+    value: str | None
+    headers: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Judgment:
     """The verdict on one record, with the reason."""
 
@@ -49,14 +62,37 @@ class Judgment:
     """The topic that the record is sent to, or None if it is not sent."""
     time: str | None
     """The event time that was used for the verdict, or None if the record has no event time."""
+    yielded: tuple[YieldedRecord, ...] | None = None
+    """The records that the flow yields, or None if the flow was not run for this record."""
 
     def as_json(self) -> str:
-        """Return the judgment as one line of JSON."""
-        return msgspec.json.encode(self).decode()
+        """Return the judgment as one line of JSON, without ``yielded`` if the flow was not run."""
+        data = asdict(self)
+        if self.yielded is None:
+            del data["yielded"]
+        return msgspec.json.encode(data).decode()
 
     def as_text(self) -> str:
-        """Return the judgment as one line of text."""
-        return f"line {self.line:<5} {self.verdict:<11} {self.reason}"
+        """Return the judgment as one line of text, with another line for each record that the flow yields."""
+        lines = [f"line {self.line:<5} {self.verdict:<11} {self.reason}"]
+        if self.yielded is not None:
+            lines += [f"{_INDENT}to {each.topic}: {_in_words(each)}" for each in self.yielded]
+            lines += [] if self.yielded else [f"{_INDENT}filtered: the flow yields nothing"]
+        return "\n".join(lines)
+
+
+def _in_words(record: YieldedRecord) -> str:
+    headers = [f"{name}={_or_null(value)}" for name, value in record.headers]
+    key = [] if record.key is None else [f"key {record.key}"]
+    return ", ".join([*key, *(["headers " + " ".join(headers)] if headers else []), f"value {_or_null(record.value)}"])
+
+
+def _or_null(text: str | None) -> str:
+    return "null" if text is None else text
+
+
+def _text(content: bytes | None) -> str | None:
+    return None if content is None else content.decode("utf-8", "backslashreplace")
 
 
 class _Envelope(msgspec.Struct):
@@ -144,22 +180,58 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
 class RecordJudge:
     """Judges the records of one partition in the given order, and keeps the partition's state in memory."""
 
-    def __init__(self, topology: Topology, *, now_ms: int) -> None:
+    def __init__(self, topology: Topology, *, now_ms: int, flow: Flow | None = None) -> None:
+        """If ``flow`` is given, it runs on each record that the topology forwards."""
         self._topology: Final = topology
+        self._flow: Final = flow
         self._now_ms: Final = now_ms
         self._extractor: Final[Extractor] = extractor_of(topology)
         self._stream_time = StreamTime.before([_FEED])
         self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
 
     def judge(self, entry: Entry) -> Judgment:
-        """Return the verdict on a record. Raises RecordFailed if the topology's policy for the record is `fail`."""
+        """Return the verdict on a record.
+
+        Raises RecordFailed if the topology's policy for the record is `fail`, or if the flow fails and the topology
+        says `on_error: stop`.
+        """
         extracted = self._extractor([entry.key], [entry.value], [entry.headers], [entry.timestamp_ms])
         rows = Rows(extracted, [entry.line], [_FEED])
         ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms
         outcome = fold(rows, self._topology.rules, self._stream_time, self._look_up, ceiling_ms=ceiling_ms)
+        made = self._yielded(entry, outcome)
+        if isinstance(made, Fault):  # Like in a worker, the record is then a dead letter, but no sighting.
+            reason = f"{made.code}: {made.detail}"
+            return Judgment(entry.line, "dead letter", reason, self._topology.dead_letter, None)
         self._stream_time = outcome.stream_time
         self._remember(rows, outcome)
-        return self._judgment(entry.line, outcome)
+        return replace(self._judgment(entry.line, outcome), yielded=made)
+
+    def _yielded(self, entry: Entry, outcome: Outcome) -> tuple[YieldedRecord, ...] | Fault | None:
+        """Run the flow on a forwarded record, and return what it yields, or None if there is nothing to run."""
+        topology = self._topology
+        late = "late" if outcome.late and isinstance(topology.late, LateForward) else None
+        verdict = outcome.exempt.get(0) or late or ("unique" if outcome.unique else None)
+        if self._flow is None or topology.output is None or topology.then is None or verdict is None:
+            return None
+        clamped = outcome.clamped if isinstance(topology.event_time, RecordTime) else {}
+        time_ms = clamped.get(0, entry.timestamp_ms)
+        record = FlowRecord(topology.output.topic, entry.key, entry.value, entry.headers, time_ms, verdict)
+        made = yielded(self._flow, record, topology.forwards_to)
+        if not isinstance(made, Fault):
+            return tuple(
+                YieldedRecord(
+                    each.topic,
+                    _text(each.key),
+                    _text(each.value),
+                    tuple((n, _text(value)) for n, value in each.headers),
+                )
+                for each in made
+            )
+        if topology.then.stop:
+            text = f"line {entry.line}: the flow failed: {made.detail}. The topology says `on_error: stop`."
+            raise RecordFailed(text)
+        return made
 
     def _look_up(self, keys: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - `fold` needs this signature
         return {key: tuple(chain.from_iterable(self._known[key].values())) for key in keys if key in self._known}
@@ -178,7 +250,7 @@ class RecordJudge:
     def _judgment(self, line: int, outcome: Outcome) -> Judgment:
         time_ms = outcome.judged_times_ms[0]
         time = instant(time_ms)
-        # `dedup try` does not run the flow, so it cannot know where the flow would send a record.
+        # Only a flow knows where it sends a record; `Judgment.yielded` says where if the flow is run.
         output = self._topology.output.topic if self._topology.output and self._topology.then is None else None
         if outcome.dead:
             _row, dead = outcome.dead[0]

@@ -13,6 +13,7 @@ from rich.console import Console
 from dedup.cli.inputs import (
     ConfigOption,
     JsonOption,
+    ReportOption,
     SetOption,
     TopologyArgument,
     publish,
@@ -131,9 +132,7 @@ def verify_topology(
     config: ConfigOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Path of an HTML report; a JSON report is written next to it.")
-    ] = None,
+    report: ReportOption = None,
     sample: Annotated[
         str,
         typer.Option(
@@ -143,6 +142,7 @@ def verify_topology(
     scratch: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIRECTORY",
             help="Directory for temporary files. Default: the system's temporary directory.",
             exists=True,
             file_okay=False,

@@ -28,7 +28,7 @@ from dedup.core.framing import SchemaBook, SchemaRef, named, ref_named, schema_o
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka.outage_lines import WAITING
 from dedup.settings import RegistrySection, Settings
-from dedup.topology.lint import Finding, key_schema_findings, schema_findings, warning
+from dedup.topology.lint import FORMAT, KEY_FORMAT, Finding, key_schema_findings, schema_findings, warning
 from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ _BY_ID: Final = b"\0"
 _APICURIO: Final = "/apis/ccompat"
 """The path of Confluent's API in Apicurio."""
 _ELSEWHERE: Final = f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)"
+_KINDS: Final[Mapping[str, str]] = {"avro": "AVRO", "protobuf": "PROTOBUF", "json_schema": "JSON"}
+"""Maps each format whose values have a framing to the registry's name for the type of their schemas."""
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LOOK_S: Final = 0.02
@@ -163,9 +165,16 @@ class SchemaRegistry:
             self._unknown_since_s.clear()
         self._unknown_since_s.setdefault(ref, time.monotonic())
 
-    def latest(self, subject: str) -> str | None:
-        """Return the newest schema of a subject, or None if there is no schema. Raises the same errors as `schema`."""
-        return self._schema(f"/subjects/{quote(subject, safe='')}/versions/latest")
+    def latest(self, subject: str) -> tuple[str, str] | None:
+        """Return a subject's newest schema and its type (AVRO, PROTOBUF, JSON), or None if there is no schema.
+
+        Raises the same errors as `schema`.
+        """
+        answer = self._answer(f"{self.url}/subjects/{quote(subject, safe='')}/versions/latest")
+        if answer is None:
+            return None
+        kind = answer.get("schemaType") if isinstance(answer, dict) else None
+        return self._text_in(answer), kind if isinstance(kind, str) else "AVRO"  # which Confluent's API leaves out
 
     def export(self, subject: str, directory: Path) -> int:
         """Write all versions of a subject to files for `SchemaRegistry.of` to read. Return the number of versions.
@@ -216,8 +225,9 @@ class SchemaRegistry:
 
     def _schema(self, path: str) -> str | None:
         answer = self._answer(f"{self.url}{path}")
-        if answer is None:
-            return None
+        return None if answer is None else self._text_in(answer)
+
+    def _text_in(self, answer: object) -> str:
         text = answer.get("schema") if isinstance(answer, dict) else None
         if not isinstance(text, str):
             raise self._away("its answer has no schema")
@@ -415,20 +425,26 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     If neither values nor keys name their schemas, there are no findings. Raises SettingsError if the settings name
     neither a registry nor a directory of exported schemas, or RegistryUnavailable if the registry does not respond.
     """
-    findings: list[Finding] = []
-    if topology.source.needs_registry:
-        registry = SchemaRegistry.of(settings.schema_registry)
-        if registry.url is None:
-            said = "no schema registry was asked (`schema_registry.url`), so the types of members were not checked."
-            return [warning("schema_not_found", said)]
-        source = topology.source
-        named = [(subject, schema_findings) for subject in source.subjects]
-        named += [(subject, key_schema_findings) for subject in source.key_subjects]
-        for subject, findings_of in named:
-            text = registry.latest(subject)
-            if text is None:
-                said = f"the schema registry has no subject {subject}, so the types of members were not checked."
-                findings.append(warning("schema_not_found", said))
-            else:
-                findings += findings_of(topology, text, subject)
+    source, findings = topology.source, list[Finding]()
+    if not source.subjects and not source.key_subjects:
+        return findings
+    if settings.schema_registry.url is None:
+        if source.needs_registry:
+            SchemaRegistry.of(settings.schema_registry)  # refuses settings that name no schemas at all
+        said = "no schema registry was asked (`schema_registry.url`), so the types of members were not checked."
+        return [warning("schema_not_found", said, at=FORMAT)]
+    registry = SchemaRegistry.of(settings.schema_registry)
+    named = [(subject, source.format, FORMAT, schema_findings) for subject in source.subjects]
+    named += [(subject, source.key_format, KEY_FORMAT, key_schema_findings) for subject in source.key_subjects]
+    for subject, fmt, at, findings_of in named:
+        found = registry.latest(subject)
+        if found is None:
+            said = f"the schema registry has no subject {subject}, so the types of members were not checked."
+            findings.append(warning("schema_not_found", said, at=at))
+        elif found[1] != _KINDS[fmt]:
+            said = f"the newest schema of the subject {subject} has the type {found[1]}, but the topology reads "
+            remedy = f"correct {'.'.join(map(str, at))} or the subject."
+            findings.append(Finding("error", "schema_type_differs", f"{said}{fmt}: {remedy}", at=at))
+        else:
+            findings += findings_of(topology, found[0], subject)
     return findings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -10,11 +10,17 @@ from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.formats import Format, member_types
+from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import (
     ContentRule,
+    FieldRule,
+    FieldsRule,
     FirstOfRule,
+    KeyFieldRule,
+    PartsRule,
     Path,
     RawContentRule,
+    Rule,
     alternatives_of,
     format_path,
     has_key,
@@ -24,7 +30,11 @@ from dedup.core.tracking_id import (
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology, rule_text
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
+from dedup.yaml_document import At
 
+FORMAT: Final[At] = ("source", "format")
+KEY_FORMAT: Final[At] = ("source", "key_format")
+"""The paths of the formats of values and of keys in a topology file."""
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
 """A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
 _LONG_GUARD_MS: Final = 2 * 86_400_000
@@ -50,7 +60,6 @@ _KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
 """Maps each format with a framing to the reason why keys with an equal member have different bytes."""
 
 
-_Members = list[tuple[str, Path, FieldTime | None]]
 """The members that a topology names: the key of the topology file, the path, and the event time that is read there."""
 
 
@@ -63,6 +72,8 @@ class Finding:
     text: str
     weak: bool = False
     """True if a record may be sent twice or not at all."""
+    at: At = ()
+    """The path in the topology file of the value that the finding is about, or an empty path for the whole file."""
 
 
 def lint(topology: Topology) -> list[Finding]:
@@ -85,9 +96,9 @@ def worst_record_bytes(topology: Topology) -> int:
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
 
 
-def warning(code: str, text: str, *, weak: bool = False) -> Finding:
+def warning(code: str, text: str, *, weak: bool = False, at: At = ()) -> Finding:
     """Return a finding with the level "warning"."""
-    return Finding("warning", code, text, weak)
+    return Finding("warning", code, text, weak, at)
 
 
 def _changelog_record(topology: Topology) -> Iterator[Finding]:
@@ -209,40 +220,99 @@ def _schema(topology: Topology) -> Iterator[Finding]:
 
 def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose values have the given schema."""
-    fmt, first = topology.source.format, topology.source.schema is not None
-    members: _Members = [("tracking_id", path, None) for path in member_paths(topology.tracking_id.rule)]
+    members = [*_id_members(topology.tracking_id.rule, ("tracking_id",))]
     if isinstance(topology.event_time, FieldTime):
-        members.append(("event_time", topology.event_time.path, topology.event_time))
-    yield from _member_findings(topology, members, fmt, text, name, first=first)
+        members.append(_Member(("event_time", "field"), topology.event_time.path, topology.event_time))
+    first = topology.source.schema is not None
+    yield from _schema_findings(topology, members, topology.source.format, text, name, first=first)
 
 
 def key_schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose keys have the given schema."""
-    members: _Members = [("tracking_id.key", path, None) for path in key_paths(topology.tracking_id.rule)]
-    yield from _member_findings(topology, members, topology.source.key_format, text, name, first=False)
+    members = [*_id_members(topology.tracking_id.rule, ("tracking_id",), of_key=True)]
+    yield from _schema_findings(topology, members, topology.source.key_format, text, name, place=KEY_FORMAT)
 
 
-def _member_findings(
-    topology: Topology, members: _Members, fmt: Format, text: str, name: str, *, first: bool
+def _schema_findings(
+    topology: Topology,
+    members: Sequence[_Member],
+    fmt: Format,
+    text: str,
+    name: str,
+    *,
+    first: bool = False,
+    place: At = FORMAT,
 ) -> Iterator[Finding]:
     try:
-        found = [member_types(fmt, text, path, time, first=first) for _, path, time in members or [("", ("",), None)]]
+        if not members:
+            _types_of(fmt, text, _Member((), ("",)), first=first)  # to refuse an invalid schema
+        found = [_types_of(fmt, text, member, first=first) for member in members]
     except SchemaRefused as refused:
-        yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
+        said = f"the schema {name} {refused}"
+        if fmt == "json_schema":  # No schema is needed to read the records.
+            yield warning("schema_refused", f"{said}, so the types of members were not checked.", at=place)
+        else:
+            yield Finding("error", "schema_refused", f"{said}: its records would become dead letters.", at=place)
         return
-    for (key, path, time), types in zip(members, found, strict=False):
-        place = f"{key}: {format_path(path)}"
-        refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
-        if not types and time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
-            text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
-            yield warning("alternative_missing", text)
-        elif not types:
-            yield Finding("error", "member_missing", f"{place} is not in the schema {name}.")
-        elif all(types.values()):
-            yield Finding("error", "member_refused", f"{place} has the type {refused_types} in the schema {name}.")
-        elif refused_types:
-            text = f"{place} may also have the type {refused_types}, which makes a record a dead letter."
-            yield warning("type_sometimes_refused", text)
+    for member, types in zip(members, found, strict=True):
+        yield from _member_findings(topology, name, member, types)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A member of the value that a topology reads, with the place of its path in the topology file."""
+
+    at: At
+    path: Path
+    time: FieldTime | None = None
+    in_parts: bool = False
+
+
+def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member]:
+    """Yield the members of the value, or of the key, that the ID is made of."""
+    match rule:
+        case FirstOfRule(alternatives):
+            for row, each in enumerate(alternatives):
+                yield from _id_members(each, (*at, "first_of", row), of_key=of_key)
+        case KeyFieldRule(path) if of_key:
+            yield _Member((*at, "key"), path)
+        case FieldRule(path) if not of_key:
+            yield _Member((*at, "field"), path)
+        case FieldsRule(paths) if not of_key:
+            yield from (_Member((*at, "fields", row), path) for row, path in enumerate(paths))
+        case PartsRule(parts):
+            for row, part in enumerate(parts):
+                if isinstance(part.rule, KeyFieldRule) and of_key:
+                    yield _Member((*at, "parts", row, "key"), part.rule.path, in_parts=True)
+                elif isinstance(part.rule, FieldRule) and not of_key:
+                    yield _Member((*at, "parts", row, "field"), part.rule.path, in_parts=True)
+        case _:
+            return
+
+
+def _types_of(fmt: Format, text: str, member: _Member, *, first: bool) -> dict[str, bool]:
+    if fmt == "json_schema":
+        return json_types(text, member.path, member.time, containers=member.in_parts)
+    return member_types(fmt, text, member.path, member.time, first=first)
+
+
+def _member_findings(topology: Topology, name: str, member: _Member, types: Mapping[str, bool]) -> Iterator[Finding]:
+    key = (
+        "event_time" if member.time is not None else "tracking_id.key" if member.at[-1:] == ("key",) else "tracking_id"
+    )
+    place = f"{key}: {format_path(member.path)}"
+    refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
+    if not types and member.time is None and isinstance(topology.tracking_id.rule, FirstOfRule):
+        text = f"{place} is not in the schema {name}, so another alternative gives the IDs of its records."
+        yield warning("alternative_missing", text, at=member.at)
+    elif not types:
+        yield Finding("error", "member_missing", f"{place} is not in the schema {name}.", at=member.at)
+    elif all(types.values()):
+        text = f"{place} has the type {refused_types} in the schema {name}."
+        yield Finding("error", "member_refused", text, at=member.at)
+    elif refused_types:
+        text = f"{place} may also have the type {refused_types}, which makes a record a dead letter."
+        yield warning("type_sometimes_refused", text, at=member.at)
 
 
 def _tracking_id(topology: Topology) -> Iterator[Finding]:

@@ -89,7 +89,7 @@ class SourceSpec:
     @property
     def subjects(self) -> tuple[str, ...]:
         """The schema registry's subjects for the values, which only `dedup check` and `dedup schemas export` use."""
-        if not self.names_schemas:
+        if self.framing is None:
             return ()
         return (self.subject,) if self.subject is not None else tuple(f"{topic}-value" for topic in self.topics)
 

@@ -342,6 +342,7 @@ _KEY_FORMAT: Final[At] = ("source", "key_format")
 _KEY_SUBJECT: Final[At] = ("source", "key_subject")
 _UNIT: Final[At] = ("event_time", "unit")
 _TYPED: Final = "`source.format: avro` or `protobuf`"
+_FRAMED: Final = "`source.format: json_schema`, `avro`, or `protobuf`"
 _TIMESTAMPS: Final = TYPED | {"msgpack", "cbor"}
 """The formats that have a type for timestamps."""
 _WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbor`"
@@ -364,8 +365,9 @@ def _format_fits(document: Document) -> Iterator[Problem]:
     if found in TYPED:
         yield from _typed_fits(document)
         return
-    for at in filter(document.has, (_SCHEMA, _SUBJECT)):
-        yield _at_key(document, at, f"needs {_TYPED}")
+    needed = {_SCHEMA: _TYPED} if found == "json_schema" else {_SCHEMA: _TYPED, _SUBJECT: _FRAMED}
+    for at in filter(document.has, needed):
+        yield _at_key(document, at, f"needs {needed[at]}")
     if document.get(_UNIT) == "timestamp" and found not in _TIMESTAMPS:
         yield _at_key(document, _UNIT, f"timestamp needs {_WITH_TIMESTAMPS}; write rfc3339, s, ms, or us")
     if schema_id == "none":

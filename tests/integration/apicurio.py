@@ -34,6 +34,15 @@ SECOND = {
 }
 
 
+def registered(registry: EmbeddedRegistry, subject: str, schema: str, kind: str) -> int:
+    """Register a schema as a subject's newest version, and return its ID."""
+    body = json.dumps({"schema": schema, "schemaType": kind}).encode()
+    headers = {"Content-Type": "application/vnd.schemaregistry.v1+json"}
+    request = urllib.request.Request(f"{registry.url}/subjects/{subject}/versions", body, headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["id"])
+
+
 def serialized(
     registry: EmbeddedRegistry, schema: str, topic: str, numbers: Iterable[int], *, of: str = "value"
 ) -> list[bytes]:
@@ -45,11 +54,7 @@ def serialized(
     sent = schema
     if schema == SECOND["protobuf"]:  # Java's serializer registers text, and Python's an encoded descriptor
         sent = base64.b64encode(described(schema).file[-1].SerializeToString()).decode()
-    body = json.dumps({"schema": sent, "schemaType": "AVRO" if is_avro else "PROTOBUF"}).encode()
-    headers = {"Content-Type": "application/vnd.schemaregistry.v1+json"}
-    request = urllib.request.Request(f"{registry.url}/subjects/{topic}-{of}/versions", body, headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        schema_id = json.load(answer)["id"]
+    schema_id = registered(registry, f"{topic}-{of}", sent, "AVRO" if is_avro else "PROTOBUF")
     prefix, made = b"\0" + schema_id.to_bytes(4, "big"), []
     if not is_avro:
         order = compiled(schema, "Order")

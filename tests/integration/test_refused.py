@@ -120,10 +120,10 @@ def test_what_fits_compressed_is_kept_whole_beside_the_output_and_replay_brings_
         (letter,) = job.read(topic)
         assert (letter.key(), letter.value()) == (event_sent.key, event_sent.value), topic
         assert "dedup-digest" not in headers_of(letter)
-    assert "1 records" in dedup(job, "replay", "--late", "--forward")
+    assert "1 record of" in dedup(job, "replay", "--late", "--forward")
     (forwarded,) = [message for message in job.read(job.output) if id_of(message.value()) == "late"]
     assert (forwarded.key(), forwarded.value(), forwarded.timestamp()[1]) == (late.key, late.value, BASE_MS)
-    assert "1 records" in dedup(job, "replay")
+    assert "1 record of" in dedup(job, "replay")
     again = [message for message in job.read(job.topology.source.topics[0]) if message.key() == b"d"]
     assert [message.value() for message in again] == [dead.value] * 2
     report = verify(job.topology, job.settings)

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dedup.embedded.registry_node import EmbeddedRegistry
-from tests.integration.apicurio import FIRST, SECOND, serialized
+from tests.integration.apicurio import FIRST, SECOND, registered, serialized
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.test_admin import DEDUP, dedup, pages
@@ -294,6 +294,51 @@ def test_schemas_of_a_subject_that_the_registry_does_not_have(
     said = dedup(job, "schemas export", str(job.directory / "schemas"), code=2)
     assert "nobody-value: is not in the schema registry" in said
     assert "the schema registry has no subject nobody-value" in dedup(job, "check", "--broker")
+
+
+JSON_SCHEMA = json.dumps(
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$ref": "#/definitions/Order",
+        "definitions": {
+            "Order": {
+                "type": "object",
+                "properties": {"id": {"type": "string"}, "lines": {"type": "array"}, "n": {"type": "integer"}},
+                "additionalProperties": False,
+            }
+        },
+    }
+)
+
+
+@pytest.mark.parametrize("fmt", [*FIRST, "json_schema"])
+def test_check_says_where_the_file_names_a_member_that_the_newest_schema_does_not_have(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str
+) -> None:
+    topic = topic_names(f"{fmt}-in")
+    schema, kind = (JSON_SCHEMA, "JSON") if fmt == "json_schema" else (FIRST[fmt], fmt.upper())
+    registered(registry, f"{topic}-value", schema, kind)
+    job = job_of(make_job, registry, topic, "direct", fmt)
+    assert "ok" in dedup(job, "check", "--broker")
+    document = json.loads(job.topology_file.read_text())
+    document |= {"tracking_id": {"fields": ["id", "number"]}, "event_time": {"field": "id", "unit": "ms"}}
+    job.topology_file.write_text(json.dumps(document, indent=1))
+    said = dedup(job, "check", "--broker", code=2)
+    lines = job.topology_file.read_text().splitlines()
+    number, time = lines.index('   "number"') + 1, lines.index('  "field": "id",') + 1
+    assert f"{job.topology_file}:{number}:4: tracking_id: number is not in the schema {topic}-value" in said
+    assert f"{job.topology_file}:{time}:12: event_time: id has the type string in the schema {topic}-value" in said
+
+
+def test_check_says_that_the_values_have_another_format(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str]
+) -> None:
+    topic = topic_names("avro-in")
+    registered(registry, f"{topic}-value", FIRST["avro"], "AVRO")
+    said = dedup(job_of(make_job, registry, topic, "direct", "json_schema"), "check", "--broker", code=2)
+    assert (
+        f"the newest schema of the subject {topic}-value has the type AVRO, but the topology reads json_schema" in said
+    )
 
 
 def test_doctor_says_what_the_registry_is_and_what_is_wrong_with_its_address(

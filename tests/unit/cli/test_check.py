@@ -184,6 +184,76 @@ class TestTry:
             f"forwarded: its value is null, and the topology says tombstones: forward{outside}",
         ]
 
+    @staticmethod
+    def with_flow(tmp_path: Path, body: str, more: str = "") -> str:
+        name = f"flow_of_try_{tmp_path.name.replace('-', '_')}"
+        code = f"from dedup import Flow\nflow = Flow()\n@flow.on_unique\ndef each(record):\n    {body}\n"
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        then = f"then: {{flow: '{name}:flow'{more}}}"
+        return topology(tmp_path, "field: id, missing: forward", f"output: {{topic: o}}\nroutes: [r]\n{then}")
+
+    def test_the_flow_runs_only_where_its_code_is_allowed(self, tmp_path):
+        path = self.with_flow(tmp_path, "raise SystemExit('it ran')")
+        code, output = dedup("try", path, "-", NOW, given='{"id":1}\n')
+        assert (code, "it ran" in output) == (0, False)
+        assert ":flow is not run, so where it sends the forwarded records is not shown; --allow-code runs it" in output
+        assert "--allow-code" not in dedup("try", path, "-", NOW, "--allow-code", given='{"id":1}\n')[1]
+
+    def test_what_the_flow_yields_is_shown(self, tmp_path):
+        path = self.with_flow(
+            tmp_path,
+            "yield from [record.to('r', key='k', headers={'h': b'\\xff'}), record.to(value=None)]"
+            " if record.json.get('id') != 2 else []",
+        )
+        lines = '{"id":1}\n{"id":1}\n{"id":2}\n{}\n'
+        output = dedup("try", path, "-", NOW, "--allow-code", given=lines)[1].splitlines()
+        assert [line.strip() for line in output if not line.startswith("line")] == [
+            'to r: key k, headers h=\\xff, value {"id":1}',
+            "to o: value null",
+            "filtered: the flow yields nothing",
+            "to r: key k, headers h=\\xff, value {}",
+            "to o: value null",
+            "4 records: 1 duplicate, 1 forwarded, 2 unique",
+        ]
+        told = [
+            json.loads(each)
+            for each in dedup("try", path, "-", NOW, "--allow-code", "--json", given=lines)[1].splitlines()
+        ]
+        assert [len(each["yielded"]) if "yielded" in each else None for each in told] == [2, None, 0, 2]
+        assert told[0]["yielded"][0] == {"topic": "r", "key": "k", "value": '{"id":1}', "headers": [["h", "\\xff"]]}
+
+    def test_a_record_at_which_the_flow_fails_is_a_dead_letter_but_no_sighting(self, tmp_path):
+        body = (
+            "if record.json.get('bad'): 1 / 0\n    yield record.to('elsewhere') if record.json['id'] == 2 else record"
+        )
+        path = self.with_flow(tmp_path, body)
+        given = ('{"id":1,"bad":1}', '{"id":1}', '{"id":2}')
+        found = verdicts(path, *given, options=("--allow-code",))
+        assert found[0].startswith("dead letter: flow_failed: ZeroDivisionError")
+        assert found[1].startswith("unique: ")
+        assert found[2].startswith("dead letter: flow_failed: the flow sends to 'elsewhere'")
+
+    def test_a_flow_that_stops_the_worker_stops_there(self, tmp_path):
+        path = self.with_flow(tmp_path, "1 / 0", ", on_error: stop")
+        code, output = dedup("try", path, "-", NOW, "--allow-code", given='{"id":1}\n{"id":2}\n')
+        assert (code, "line 1: the flow failed: ZeroDivisionError" in output) == (1, True)
+        assert "The topology says `on_error: stop`" in output
+
+    def test_the_flow_sees_what_a_workers_flow_sees(self, tmp_path):
+        body = "yield record.to(value=f'{record.topic} {record.timestamp_ms} {record.verdict}')"
+        path = self.with_flow(tmp_path, body)
+        lines = ['{"value":{"id":1},"timestamp":1000}', '{"value":{},"timestamp":2000}', '{"value":null}']
+        output = dedup("try", path, "-", NOW, "--allow-code", "--envelope", given="\n".join(lines))[1]
+        values = [line.partition("value ")[2] for line in output.splitlines() if line.startswith("   ")]
+        assert values == ["o 1000 unique", "o 2000 missing_id", "o 1704067202000 tombstone"]
+
+    def test_an_id_function_runs_as_in_a_worker(self):
+        linked = str(ROOT / "topologies" / "linked.yaml")
+        lines = ('{"url":"https://shop.example/orders/17"}', '{"url":"https://a.example/17/"}', '{"url":7}', "{}")
+        found = verdicts(linked, *lines)
+        assert [each.split(":")[0] for each in found] == ["unique", "duplicate", "dead letter", "dead letter"]
+        assert found[2].startswith("dead letter: id_function_failed: ")
+
     def test_a_policy_fail_stops_there(self, tmp_path):
         path = topology(tmp_path, "field: id, missing: fail")
         code, output = dedup("try", path, "-", NOW, given='{"id":1}\n{}\n{"id":2}\n')
@@ -329,6 +399,19 @@ class TestCheck:
         assert code == 2
         assert "[changelog_record_too_large]" in output
 
+    def test_a_finding_about_a_member_has_its_place(self, tmp_path):
+        schema = {"type": "record", "name": "R", "fields": [{"name": "id", "type": ["long", "float"]}]}
+        (tmp_path / "r.avsc").write_text(json.dumps(schema), encoding="utf-8")
+        path = topology(tmp_path, source="topics: [c], format: avro, schema_id: none, schema: r.avsc")
+        code, output = dedup("check", path)
+        assert code == 0
+        assert f"{path}:4:22: warning: tracking_id: id may also have the type float" in output
+        ((found,),) = (
+            [one for one in each["findings"] if one["code"] == "type_sometimes_refused"]
+            for each in json.loads(dedup("check", "--json", path)[1])
+        )
+        assert found["place"] == f"{path}:4:22"
+
     def test_as_json(self, tmp_path):
         bad = tmp_path / "a.yaml"
         bad.write_text("dedup: 2", encoding="utf-8")
@@ -336,6 +419,7 @@ class TestCheck:
         assert code == 2
         good, found = json.loads(output)
         assert (good["ok"], [each["code"] for each in good["findings"]]) == (True, ["tombstones_forwarded"])
+        assert good["findings"][0]["place"] == SIMPLEST
         assert (found["ok"], found["problems"][-1]["place"]) == (False, f"{bad}:1:8")
 
     def test_a_file_that_is_no_text(self, tmp_path):

@@ -9,6 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from rich.console import Console, Group
+from rich.text import Text
 
 from dedup.cli.run import RunProgress, restore_bar
 from dedup.metrics import TaskNumbers
@@ -29,6 +30,13 @@ def test_a_bar_over_the_restores_under_way():
     text = drawn(numbers)
     assert "restoring 1 tasks, 250 of 1,000 changelog offsets to go" in text
     assert text.count("━") > 50
+
+
+def test_the_line_below_a_bar_begins_on_its_own():
+    numbers = [TaskNumbers(restore_total=1000, restore_remaining=250)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(Group(*restore_bar(numbers), Text("24 tasks")))
+    assert console.export_text().splitlines()[-1] == "24 tasks"
 
 
 def test_sigterm_ends_a_worker_that_still_waits_for_its_broker_also_as_pid_1():

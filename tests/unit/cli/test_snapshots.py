@@ -6,7 +6,6 @@ A change of a file is a change of what users see, so look at it before you commi
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typing import Any, Final
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from dedup import load_topology
 from dedup.chaos.checks import ChaosReport, Epochs, Evidence, oracles
@@ -25,29 +23,18 @@ from dedup.chaos.live_checker import Sightings
 from dedup.cli import chaos, doctor
 from dedup.cli.admin import layout_in_words
 from dedup.cli.inputs import Column, fitted
-from dedup.cli.main import COMMANDS, create_app
+from dedup.cli.main import COMMANDS
 from dedup.cli.status import Look, looked, table
 from dedup.cli.verify import in_words as explain_in_words
 from dedup.verify.explanation import ExplainedRecord, Explanation
 from dedup.verify.render import print_report
 from dedup.verify.report import Books, Report
 from dedup.worker.layout import Layout
+from tests.unit.cli import made_up
+from tests.unit.cli.made_up import NOW_MS, ROOT, TOPIC, printed_by
 
-ROOT: Final = Path(__file__).parents[3]
 SNAPSHOTS: Final = Path(__file__).parent / "snapshots"
 WIDTHS: Final = (80, 120)
-NOW_MS: Final = 1_700_000_000_000
-TOPIC: Final = "payments.card-authorizations.production.eu-central-1.v2"
-
-
-def printed_by(command: str, width: int) -> str:
-    environ = {"COLUMNS": str(width), "NO_COLOR": "1"}
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        return CliRunner().invoke(create_app(), command.split(), env=environ).output
-    finally:
-        os.chdir(before)
 
 
 def on_a_console(show: Callable[[Console], None], width: int) -> str:
@@ -132,19 +119,49 @@ def as_lines(says: Callable[[], Iterator[str]], _width: int) -> str:
     return "".join(f"{line}\n" for line in says())
 
 
+PAGES: Final = ["", "spark", "schemas", *(path for panel in COMMANDS.values() for path in panel)]
+HELP: Final = {f"{path} help".strip().replace(" ", "-"): f"{path} --help" for path in PAGES}
+ON_SPARK: Final = {
+    "spark-audit": "spark audit topologies/orders.yaml",
+    "spark-backfill": "spark backfill topologies/orders.yaml --input archive --out verdicts --run may",
+    "spark-incremental": "spark incremental topologies/orders.yaml --input bronze --out silver/orders",
+    "spark-seed": "spark seed topologies/orders.yaml --until latest",
+    "spark-upsert": "spark upsert topologies/orders.yaml --input verdicts --jdbc jdbc:sqlite:shop.db --table orders "
+    "--rejected s3a://lake/rejected/orders",
+}
 SHOWN: Final[dict[str, Callable[[int], str]]] = {
     **{
         name: partial(printed_by, command)
         for name, command in {
-            "help": "--help",
-            "spark-help": "spark --help",
-            "schemas-help": "schemas --help",
+            **HELP,
+            "apply-acls": "apply topologies/orders.yaml --acls",
             "check": "check topologies/simplest.yaml topologies/orders.yaml",
             "describe": "describe topologies/orders.yaml",
+            "try-flow": "try topologies/routed.yaml DIR/orders.jsonl --allow-code --now 2024-01-02T00:00:00Z",
             "try": "try topologies/simplest.yaml tests/data/sample.jsonl --now 2024-01-02T00:00:00Z",
             "size": "size --rate 1000 --guard 1d",
         }.items()
     },
+    **{name: partial(printed_by, command, fakes=made_up.on_spark) for name, command in ON_SPARK.items()},
+    "apply": partial(printed_by, "apply topologies/orders.yaml", fakes=made_up.applied),
+    "apply-dry-run": partial(printed_by, "apply topologies/orders.yaml --dry-run", fakes=made_up.applied),
+    "checkpoint": partial(
+        printed_by,
+        "checkpoint topologies/orders.yaml --to DIR/backups --state-dir DIR/state",
+        fakes=made_up.checkpointed,
+    ),
+    "ingest": partial(printed_by, "ingest topologies/files-to-topic.yaml", fakes=made_up.connected),
+    "replay": partial(printed_by, "replay topologies/orders.yaml", fakes=made_up.replayed),
+    "reset": partial(printed_by, "reset topologies/orders.yaml --yes", fakes=made_up.reset),
+    "reset-asks": partial(printed_by, "reset topologies/orders.yaml", fakes=made_up.reset),
+    "schemas-export": partial(
+        printed_by,
+        "schemas export DIR/payments.yaml DIR/schemas --set schema_registry.url=http://registry:8081",
+        fakes=made_up.exported,
+    ),
+    "sink": partial(printed_by, "sink topologies/orders.yaml", fakes=made_up.connected),
+    "demo": partial(on_a_console, made_up.demo),
+    "run": partial(on_a_console, made_up.run),
     "status": partial(on_a_console, status),
     "verify": partial(on_a_console, verify),
     "verify-long-name": partial(on_a_console, partial(verify, topic=TOPIC)),
@@ -152,8 +169,17 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
     "doctor": partial(as_lines, doctor_says),
     "explain": partial(as_lines, explain_says),
     "layout": partial(as_lines, lambda: layout_in_words("payments", Layout(4, {TOPIC: 24}, 2), 2)),
+    "lookup": partial(as_lines, made_up.looked_up),
 }
-WRAPPED_BY_THE_TERMINAL: Final = {"check", "try", "doctor", "explain", "layout"}
+"""The output of every command that prints more than one line, and of some that print one.
+
+Not here are `schema` (a JSON Schema), `broker` (its address), and `spark run` and `spark sink` (a line of numbers).
+"""
+WRAPPED_BY_THE_TERMINAL: Final = {
+    *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "doctor", "explain", "ingest", "layout", "lookup"),
+    *("replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill", "spark-incremental", "spark-seed"),
+    *("spark-upsert", "try", "try-flow"),
+}
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
 
 
@@ -164,6 +190,8 @@ def file_of(name: str, width: int) -> Path:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_looks_as_it_did(name, width):
+    if name in ON_SPARK:
+        pytest.importorskip("pyspark")
     shown = SHOWN[name](width)
     assert shown == file_of(name, width).read_text(encoding="utf-8"), "python -m tests.unit.cli.test_snapshots"
     if name not in WRAPPED_BY_THE_TERMINAL:
@@ -172,6 +200,8 @@ def test_it_looks_as_it_did(name, width):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_no_number_is_cut(name):
+    if name in ON_SPARK:
+        pytest.importorskip("pyspark")
     narrow = SHOWN[name](80)
     cut = {word for word in narrow.split() if "…" in word}
     assert all(re.fullmatch(r"pay.*….*2/\d+", word) for word in cut), cut

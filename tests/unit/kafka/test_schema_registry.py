@@ -16,7 +16,7 @@ import pytest
 
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka import schema_registry
-from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver, asking
+from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver, asking, registry_findings
 from dedup.settings import RegistrySection, Secret, Settings
 from dedup.topology.parse import parse
 
@@ -391,3 +391,34 @@ def test_a_directory_without_schemas_or_with_others(tmp_path):
         SchemaRegistry.of(RegistrySection(directory=str(tmp_path)))
     assert len(refused.value.problems) == len(wrong)
     assert all("is no exported schema" in each.text for each in refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "kind", "found"),
+    [
+        ("avro", {}, []),
+        ("avro", {"schemaType": "AVRO"}, []),
+        ("avro", {"schemaType": "JSON"}, [("error", "schema_type_differs")]),
+        ("json_schema", {"schemaType": "JSON"}, []),
+        ("json_schema", {}, [("error", "schema_type_differs")]),
+        ("protobuf", {}, [("error", "schema_type_differs")]),
+        ("json", {}, []),
+    ],
+)
+def test_a_subject_whose_schemas_have_another_type_is_found(registry, fmt, kind, found):
+    registry.answers["/api/subjects/c-value/versions/latest"] = answer(schema=TEXT, **kind)
+    text = f"dedup: 1\nname: t\nsource: {{topics: [c], format: {fmt}}}\ntracking_id: {{key: true}}\nguard_period: 1h\n"
+    topology = parse(text, name="t.yaml")
+    settings = Settings(brokers=("b:9092",), schema_registry=RegistrySection(url=registry.url))
+    findings = registry_findings(topology, settings)
+    assert [(each.level, each.code) for each in findings] == found
+    assert all("source.format or source.subject" in each.text for each in findings)
+    assert len(registry.asked) == (fmt != "json")
+
+
+def test_values_with_json_schema_need_no_registry():
+    text = "dedup: 1\nname: t\nsource: {topics: [c], format: %s}\ntracking_id: {field: id}\nguard_period: 1h\n"
+    (found,) = registry_findings(parse(text % "json_schema", name="t.yaml"), Settings(brokers=("b:9092",)))
+    assert (found.level, found.code) == ("warning", "schema_not_found")
+    with pytest.raises(SettingsError, match=r"schema_registry\.url: is missing"):
+        registry_findings(parse(text % "avro", name="t.yaml"), Settings(brokers=("b:9092",)))

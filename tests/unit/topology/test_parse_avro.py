@@ -89,17 +89,52 @@ def test_a_framing_names_the_schema(rule, schema_id, said):
 def test_the_schemas_of_a_registry_are_checked():
     made = topology("fields: [id, number]", "event_time: {field: at, unit: ms}", "partitioned_by: tracking_id")
     found = list(schema_findings(made, FILES["o.avsc"], "c-value"))
-    assert [(each.level, each.code, each.text) for each in found] == [
+    assert [(each.level, each.code, each.text, each.at) for each in found] == [
         (
             "warning",
             "type_sometimes_refused",
             "tracking_id: number may also have the type float, which makes a record a dead letter.",
+            ("tracking_id", "fields", 1),
         ),
-        ("error", "member_refused", "event_time: at has the type timestamp-micros in the schema c-value."),
+        (
+            "error",
+            "member_refused",
+            "event_time: at has the type timestamp-micros in the schema c-value.",
+            ("event_time", "field"),
+        ),
     ]
     without = json.dumps({"type": "record", "name": "R", "fields": []})
     assert {each.code for each in schema_findings(made, without, "c-value")} == {"member_missing"}
     assert {each.code for each in schema_findings(made, "{}", "c-value")} == {"schema_refused"}
+
+
+def test_a_finding_has_the_place_of_the_path_in_the_file():
+    made = topology(
+        "first_of: [{header: h}, {parts: [{key: true}, {field: gone}]}, {field: lines}]", source="start: latest"
+    )
+    found = list(schema_findings(made, FILES["o.avsc"], "c-value"))
+    assert [(each.code, each.at) for each in found] == [
+        ("alternative_missing", ("tracking_id", "first_of", 1, "parts", 1, "field")),
+        ("member_refused", ("tracking_id", "first_of", 2, "field")),
+    ]
+
+
+def test_a_json_schema_of_a_registry_is_checked_as_far_as_it_goes():
+    rule = "parts: [{field: lines}, {field: lines.x}, {field: total}]"
+    source = "topics: [c], format: json_schema, schema_id: header, subject: c"
+    text = text_of(rule, "event_time: {field: at, unit: ms}").replace(
+        "topics: [c], format: avro, schema_id: none, schema: o.avsc", source
+    )
+    made = parse(text, name="t.yaml")
+    assert made.source.subjects == ("c",)
+    schema = {"properties": {"lines": {"type": "array"}, "at": {"type": "string"}}}
+    found = list(schema_findings(made, json.dumps(schema), "c-value"))
+    assert [(each.level, each.code, each.at) for each in found] == [
+        ("error", "member_missing", ("tracking_id", "parts", 1, "field")),
+        ("error", "member_refused", ("event_time", "field")),
+    ]
+    (refused,) = schema_findings(made, "message M {}", "c-value")
+    assert (refused.level, refused.code, refused.at) == ("warning", "schema_refused", ("source", "format"))
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,11 @@ def test_a_mistake_in_one_line(line, said):
             '6:14: source.schema_id: "prefixed" is not one of auto | header | prefix | none; did you mean "prefix"?',
         ),
         ("[clicks]", "[clicks]\n  schema: a.avsc", "5:3: source.schema: needs `source.format: avro` or `protobuf`"),
-        ("[clicks]", "[clicks]\n  subject: a-value", "5:3: source.subject: needs `source.format: avro` or `protobuf`"),
+        (
+            "[clicks]",
+            "[clicks]\n  subject: a-value",
+            "5:3: source.subject: needs `source.format: json_schema`, `avro`, or `protobuf`",
+        ),
         (
             "[clicks]",
             "[clicks]\n  start: yesterday",
