@@ -17,7 +17,7 @@ from uuid import UUID
 
 from dedup.core import avro, exact_json, protobuf
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import AvroReader, Instant, Leaf, Refused, SchemaRefused, avro_reader
+from dedup.core.avro import AvroReader, Instant, Leaf, Refused, avro_reader
 from dedup.core.cbor import cbor_reader
 from dedup.core.csv_row import CsvLayout, csv_reader
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, rfc3339_ms, time_ms_of
@@ -32,7 +32,18 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
-from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, indexes_of, named, payload_of, schema_of, split
+from dedup.core.framing import (
+    SchemaBook,
+    SchemaIdPlace,
+    SchemaRef,
+    SchemaRefused,
+    SchemaText,
+    indexes_of,
+    named,
+    payload_of,
+    schema_of,
+    split,
+)
 from dedup.core.member_reader import INVALID_TIMESTAMP, MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
@@ -244,18 +255,21 @@ def reader_for(recipe: Recipe, ref: SchemaRef) -> Reader:
         return cbor_reader(paths, time)
     if isinstance(recipe.schema, CsvLayout):
         return csv_reader(recipe.schema, paths, time)
-    text = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[schema_of(ref)]
-    if text is None:
-        raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
+    schema = recipe.schema if isinstance(recipe.schema, str) else recipe.schema[schema_of(ref)]
+    if schema is None:
+        text = f"the schema registry does not know the value's schema, {named(ref)}, or a schema that it refers to"
+        raise Unreadable(SCHEMA_UNKNOWN, text)
     try:
         if recipe.fmt == "protobuf":
-            return protobuf_reader(text, indexes_of(ref), paths, time, zeros=recipe.tracking_id.zeros)
-        return avro_reader(text, paths, time)
+            return protobuf_reader(schema, indexes_of(ref), paths, time, zeros=recipe.tracking_id.zeros)
+        return avro_reader(schema, paths, time)
     except SchemaRefused as refused:
         raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {refused}") from None
 
 
-def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
+def member_types(
+    fmt: Format, schema: SchemaText, path: Path, time: FieldTime | None, *, first: bool
+) -> dict[str, bool]:
     """Return the non-null types that the member at a path can have, each mapped to True if the type is unusable.
 
     A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
@@ -268,7 +282,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
     return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
 
 
-def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
+def member_names(fmt: Format, schema: SchemaText, path: Path, *, first: bool) -> list[str]:
     """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
@@ -276,7 +290,7 @@ def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[s
     return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
 
 
-def _messages(schema: str, *, first: bool) -> list[Message]:
+def _messages(schema: SchemaText, *, first: bool) -> list[Message]:
     return [each for each in parse_proto(schema).nested[: 1 if first else None] if each is not None]
 
 

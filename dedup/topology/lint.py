@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
 from dedup.core.extract_one import Format, member_types
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.tracking_id import (
     ContentRule,
     FirstOfRule,
@@ -189,14 +189,14 @@ def _schema(topology: Topology) -> Iterator[Finding]:
         yield warning("payload_bytes_compared", text)
 
 
-def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
+def schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose values have the given schema."""
     fmt, first = topology.source.format, topology.source.schema is not None
     members: list[tuple[Path, FieldTime | None]] = [(path, None) for path in member_paths(topology.tracking_id.rule)]
     if isinstance(topology.event_time, FieldTime):
         members.append((topology.event_time.path, topology.event_time))
     try:
-        found = [member_types(fmt, text, path, time, first=first) for path, time in members or [(("",), None)]]
+        found = [member_types(fmt, schema, path, time, first=first) for path, time in members or [(("",), None)]]
     except SchemaRefused as refused:
         yield Finding("error", "schema_refused", f"the schema {name} {refused}: its records would become dead letters.")
         return
