@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,16 +32,17 @@ class Registry(BaseHTTPRequestHandler):
     slow: threading.Event | None = None
 
     def do_GET(self) -> None:
+        slow = self.slow
         type(self).asked.append((self.path, self.headers["Authorization"]))
         code, body = self.answers.get(self.path, (404, b'{"error_code":40403}'))
         self.send_response(code)
         self.send_header("Location", "/schemas/ids/8")
-        self.send_header("Content-Length", str(len(body) + (1 if self.slow else 0)))
+        self.send_header("Content-Length", str(len(body) + (1 if slow else 0)))
         self.end_headers()
         self.wfile.write(body)
-        if self.slow is not None:
+        if slow is not None:
             self.wfile.flush()
-            self.slow.wait(60)
+            slow.wait(60)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -288,6 +290,43 @@ async def test_records_wait_while_the_registry_is_away(caplog):
         "The registry is away",
         "the schema registry answers again",
     ]
+    resolver.close()
+
+
+@pytest.mark.parametrize(
+    "given", [(401, b""), (404, b"no page"), (429, b""), (500, b"{}"), (301, b""), (200, b"<"), None]
+)
+async def test_ten_minutes_without_a_usable_answer_condemn_nothing(registry, monkeypatch, given):
+    """Nor do they count as time in which the registry did not know the schema. None stands for no answer at all."""
+    now_s = [0.0]
+    monkeypatch.setattr(schema_registry, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    path = "/api/schemas/ids/7"
+    if given is None:
+        monkeypatch.setattr(schema_registry, "_WITHIN_S", 0.05)
+        registry.slow = silent = threading.Event()
+    registry.answers[path] = given or (200, b"{")
+    resolver = SchemaResolver(client(registry), wait_ms=30_000)
+
+    async def asked_again() -> None:
+        count = len(registry.asked) + 2
+        await until(lambda: len(registry.asked) >= count)
+
+    for _ in range(10):
+        assert resolver.missing([SEVEN])
+        now_s[0] += 60
+        await asked_again()
+    assert (resolver.book, resolver.awaited) == ({}, [SEVEN])
+    assert "records wait for schema 7: The schema registry at http" in resolver.waiting
+    if given is None:
+        registry.slow = None
+        silent.set()
+    registry.answers[path] = 404, b'{"error_code":40403}'
+    now_s[0] += 29
+    await asked_again()
+    assert resolver.missing([SEVEN])
+    assert resolver.book == {}
+    registry.answers[path] = answer(schema=TEXT)
+    await until(lambda: resolver.book == {SEVEN: TEXT})
     resolver.close()
 
 
