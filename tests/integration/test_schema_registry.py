@@ -202,7 +202,7 @@ def test_schemas_that_refer_to_other_subjects(
     document = {"source": source, "tracking_id": {"field": "head.id"}, "idle_after": "1s"}
     job = make_job(document=document, config={"schema_registry": {"url": registry.url}})
     values = linked(registry, fmt, topic, range(200))
-    job.send([Event(number % 2, value, BASE_MS + number) for number, value in enumerate([*values, *values[::2]])])
+    job.send([Event(number % 2, value, BASE_MS + number) for number, value in enumerate([*values, *values])])
     assert "ok" in dedup(job, "check", "--broker")
     job.finish()
     assert sorted(each.value() for each in job.read(job.output)) == sorted(values)
