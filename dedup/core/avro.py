@@ -25,14 +25,13 @@ import numpy.typing as npt
 
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
-from dedup.core.framing import PREFIX_BYTES
+from dedup.core.framing import PREFIX_BYTES, SchemaRefused, SchemaText, in_reference, linked
 from dedup.core.odd_rows import NotInColumns, among, refuse, texts_of
 from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, varint, varints
 
 MAX_DEPTH: Final = 200
 """The maximum nesting depth of schemas and values. Without it, a recursive schema would allow values of any depth."""
-_MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_DECIMAL_BYTES: Final = 1_024
 _ROWS_PER_STEP: Final = 16
 """After 64 free steps, `columns` gives up if its steps (unions or items) read fewer values than this on average."""
@@ -64,13 +63,6 @@ _NO_ID: Final = frozenset(
     {"null", "float", "double", "date", "time-millis", "time-micros", "duration", "big-decimal"}
     | {f"local-timestamp-{unit}" for unit in _UNITS}
 )
-
-
-class SchemaRefused(ValueError):
-    """Raised if a schema is invalid or does not describe records.
-
-    The message begins with a verb, so that it can follow the schema's name in an error text.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +133,19 @@ Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Abs
 
 
 @lru_cache(maxsize=256)
-def parse_schema(text: str) -> Record:
+def parse_schema(schema: SchemaText) -> Record:
     """Return the record type that a schema describes. Raises SchemaRefused if the schema does not describe a record."""
-    if len(text) > _MOST_SCHEMA_CHARS:
-        raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
-    try:
-        # Only a default value, which is never used, can have more than 20 digits. Python's int() would reject
-        # a number with thousands of digits.
-        return _SchemaParser().record(json.loads(text, parse_int=lambda digits: int(digits[:20])))
-    except json.JSONDecodeError as error:
-        raise SchemaRefused(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
-    except RecursionError:
-        raise SchemaRefused(f"is nested more than {MAX_DEPTH} levels deep") from None
+    whole, parser = linked(schema), _SchemaParser()
+    # A schema that defines several types is referred to by the name of each.
+    for text, name in {text: name for name, text in whole.references}.items():
+        try:
+            parser.parse(text)
+        except SchemaRefused as refused:
+            raise in_reference(name, refused) from None
+    node = parser.parse(whole.text)
+    if not isinstance(node, Record):
+        raise SchemaRefused("does not describe a record; each value must be one record")
+    return node
 
 
 class _SchemaParser:
@@ -160,11 +153,15 @@ class _SchemaParser:
         self._named: Final[dict[str, Node]] = {}
         self._void: Final[set[str]] = set()
 
-    def record(self, schema: Any) -> Record:  # noqa: ANN401 - JSON
-        node = self.node(schema, "", 0)
-        if not isinstance(node, Record):
-            raise SchemaRefused("does not describe a record; each value must be one record")
-        return node
+    def parse(self, text: str) -> Node:
+        try:
+            # Only a default value, which is never used, can have more than 20 digits. Python's int() would reject
+            # a number with thousands of digits.
+            return self.node(json.loads(text, parse_int=lambda digits: int(digits[:20])), "", 0)
+        except json.JSONDecodeError as error:
+            raise SchemaRefused(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+        except RecursionError:
+            raise SchemaRefused(f"is nested more than {MAX_DEPTH} levels deep") from None
 
     def node(self, schema: Any, namespace: str, depth: int) -> Node:  # noqa: ANN401 - JSON
         if depth > MAX_DEPTH:
@@ -405,7 +402,7 @@ def _through_items(node: Node, path: Path) -> bool:
 
 
 @lru_cache(maxsize=256)
-def avro_reader(schema: str, ids: tuple[Path, ...], time: FieldTime | None) -> AvroReader:
+def avro_reader(schema: SchemaText, ids: tuple[Path, ...], time: FieldTime | None) -> AvroReader:
     """Return the reader for values that a given schema describes. Raises SchemaRefused if the schema is not valid."""
     return AvroReader(parse_schema(schema), ids, time)
 

@@ -6,12 +6,12 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from dedup.core import avro, protobuf
-from dedup.core.avro import AvroReader, SchemaRefused, avro_reader
+from dedup.core.avro import AvroReader, avro_reader
 from dedup.core.cbor import cbor_reader
 from dedup.core.csv_row import CsvLayout, csv_reader
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
-from dedup.core.framing import SchemaBook, SchemaRef, indexes_of, named, schema_of
+from dedup.core.framing import SchemaBook, SchemaRef, SchemaRefused, SchemaText, indexes_of, named, schema_of
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
@@ -47,7 +47,8 @@ def reader_of(
         return csv_reader(schema, paths, time)
     text = schema if isinstance(schema, str) else schema[schema_of(ref)]
     if text is None:
-        raise Unreadable(SCHEMA_UNKNOWN, f"the schema registry does not know the value's schema, {named(ref)}")
+        said = f"the schema registry does not know the value's schema, {named(ref)}, or a schema that it refers to"
+        raise Unreadable(SCHEMA_UNKNOWN, said)
     found = _typed_reader(fmt, text, indexes_of(ref), paths, time, zeros=zeros)
     if isinstance(found, str):
         raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")
@@ -56,7 +57,13 @@ def reader_of(
 
 @lru_cache(maxsize=256)
 def _typed_reader(
-    fmt: Format, text: str, indexes: tuple[int, ...], paths: tuple[Path, ...], time: FieldTime | None, *, zeros: bool
+    fmt: Format,
+    text: SchemaText,
+    indexes: tuple[int, ...],
+    paths: tuple[Path, ...],
+    time: FieldTime | None,
+    *,
+    zeros: bool,
 ) -> Reader | str:
     """Return the reader, or why the schema is refused: parsing it again for each record would be slow."""
     try:
@@ -67,7 +74,9 @@ def _typed_reader(
         return str(refused)
 
 
-def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *, first: bool) -> dict[str, bool]:
+def member_types(
+    fmt: Format, schema: SchemaText, path: Path, time: FieldTime | None, *, first: bool
+) -> dict[str, bool]:
     """Return the non-null types that the member at a path can have, each mapped to True if the type is unusable.
 
     A type is unusable if it cannot be an ID or, if ``time`` is given, an event time. If ``first`` is true, all Protobuf
@@ -80,7 +89,7 @@ def member_types(fmt: Format, schema: str, path: Path, time: FieldTime | None, *
     return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
 
 
-def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[str]:
+def member_names(fmt: Format, schema: SchemaText, path: Path, *, first: bool) -> list[str]:
     """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
@@ -88,5 +97,5 @@ def member_names(fmt: Format, schema: str, path: Path, *, first: bool) -> list[s
     return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
 
 
-def _messages(schema: str, *, first: bool) -> list[Message]:
+def _messages(schema: SchemaText, *, first: bool) -> list[Message]:
     return [each for each in parse_proto(schema).nested[: 1 if first else None] if each is not None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Literal, Self, cast
@@ -85,13 +86,55 @@ def ref_named(name: str) -> SchemaRef:
     return b"\1" + UUID(name).bytes
 
 
-class SchemaBook(dict[SchemaRef, str | None]):
+MOST_SCHEMA_CHARS: Final = 1 << 20
+"""The maximum length of a schema, including the schemas that it refers to."""
+
+
+class SchemaRefused(ValueError):
+    """Raised if a schema is invalid or does not describe records.
+
+    The message begins with a verb, so that it can follow the schema's name in an error text.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedSchema:
+    """The text of a schema that refers to other schemas in the registry, together with the texts of these schemas."""
+
+    text: str
+    references: tuple[tuple[str, str], ...] = ()
+    """The name and text of each schema referred to, directly or not. A schema comes after those that it refers to."""
+    fault: str = ""
+    """The message of a `SchemaRefused` if the references cannot be used, or an empty string."""
+
+
+SchemaText = str | LinkedSchema
+"""A schema. Text alone refers to no other schemas."""
+
+
+def linked(schema: SchemaText) -> LinkedSchema:
+    """Return a schema as a `LinkedSchema`. Raises SchemaRefused if it has a fault or too many characters."""
+    whole = LinkedSchema(schema) if isinstance(schema, str) else schema
+    if whole.fault:
+        raise SchemaRefused(whole.fault)
+    size = len(whole.text) + sum(len(text) for _, text in whole.references)
+    if size > MOST_SCHEMA_CHARS:
+        raise SchemaRefused(f"has {size:,} characters, more than {MOST_SCHEMA_CHARS:,}")
+    return whole
+
+
+def in_reference(name: str, refused: SchemaRefused) -> SchemaRefused:
+    """Return the error for a schema that refers, by the given name, to a schema that was refused."""
+    return SchemaRefused(f"refers to {ascii(name[:64])[1:-1]}, which {refused}")
+
+
+class SchemaBook(dict[SchemaRef, SchemaText | None]):
     """Caches a registry's schemas by ID, with None for each ID that the registry does not know.
 
     Looking up an ID that is not cached calls ``ask``, or raises InvariantBroken if ``ask`` is None.
     """
 
-    def __init__(self, ask: Callable[[SchemaRef], str | None] | None = None) -> None:
+    def __init__(self, ask: Callable[[SchemaRef], SchemaText | None] | None = None) -> None:
         super().__init__()
         self._ask: Final = ask
 
@@ -99,7 +142,7 @@ class SchemaBook(dict[SchemaRef, str | None]):
         # The cache is not pickled: the process that loads the pickle asks again, as the registry may know more by then.
         return type(self), (self._ask,)
 
-    def __missing__(self, ref: SchemaRef) -> str | None:
+    def __missing__(self, ref: SchemaRef) -> SchemaText | None:
         if self._ask is None:
             raise InvariantBroken(f"schema {named(ref)} was not asked for before a record was judged; report this.")
         found = self[ref] = self._ask(ref)

@@ -11,8 +11,8 @@ import json
 from typing import Any, Final
 from urllib.parse import unquote
 
-from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
+from dedup.core.framing import SchemaRefused
 from dedup.core.tracking_id import Path
 
 _FRACTION: Final = "fraction"

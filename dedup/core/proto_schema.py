@@ -1,7 +1,8 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
-The parser keeps only what determines how values are encoded: the fields, their types, and their presence. Imported
-files are not read. The parser knows the types in `_WELL_KNOWN`, and refuses all other imported types.
+The parser keeps only what determines how values are encoded: the fields, their types, and their presence. The imported
+files are those that the schema refers to. The parser knows the types in `_WELL_KNOWN` without a file, and ignores other
+imports, so it refuses a field with a type of such a file.
 
 Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
 """
@@ -10,17 +11,16 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NoReturn
 
-from dedup.core.avro import SchemaRefused
+from dedup.core.framing import SchemaRefused, SchemaText, in_reference, linked
 
 MAX_DEPTH: Final = 100
 """The maximum nesting depth of message types in schemas, and of groups in values."""
-_MOST_SCHEMA_CHARS: Final = 1 << 20
 _MOST_NAME_CHARS: Final = 500
 _MOST_NUMBER: Final = (1 << 29) - 1
 TIMESTAMP: Final = "google.protobuf.Timestamp"
@@ -63,6 +63,8 @@ _TYPES: Final = (
 )
 """The types of fields, indexed by their numbers in descriptor.proto."""
 _REPEATED: Final = 3
+_WELL_KNOWN_FILES: Final = "google/protobuf/"
+"""The directory of the files whose types are known, and which no reference can replace."""
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -109,37 +111,54 @@ class Message:
         return found.pop() if len(found) == 1 else None
 
 
-def parse_proto(text: str) -> Message:
+_Types = dict[str, Message | None]
+"""Maps the full name of each type to its message, or to None if the type is an enum."""
+
+
+def parse_proto(schema: SchemaText) -> Message:
     """Return an unnamed message in which a schema's messages are nested. Raises SchemaRefused for an invalid schema."""
-    found = _parsed(text)
+    found = _parsed(schema)
     if isinstance(found, str):
         raise SchemaRefused(found)
     return found
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Message | str:
+def _parsed(schema: SchemaText) -> Message | str:
     """Return the result of `parse_proto`, or the text of its error, so that errors are cached as well."""
     try:
-        return _parse(text)
+        return _parse(schema)
     except SchemaRefused as refused:
         return str(refused)
 
 
-def _parse(text: str) -> Message:
-    if len(text) > _MOST_SCHEMA_CHARS:
-        raise SchemaRefused(f"has {len(text):,} characters, more than {_MOST_SCHEMA_CHARS:,}")
+def _parse(schema: SchemaText) -> Message:
+    whole = linked(schema)
+    files: dict[str, _Types] = {}
+    by_text: dict[str, _Types] = {}  # importing one file by two names makes no two types of each of its types
+    for name, text in whole.references:
+        if name.startswith(_WELL_KNOWN_FILES):
+            continue
+        try:
+            files[name] = by_text[text] = by_text.get(text) or _read(text, files).exported
+        except SchemaRefused as refused:
+            raise in_reference(name, refused) from None
+    parser = _read(whole.text, files)
+    if not parser.top:
+        raise SchemaRefused("defines no message")
+    return Message("", nested=parser.top)
+
+
+def _read(text: str, files: Mapping[str, _Types]) -> _Parser:
     encoded = _BASE64.fullmatch(text)
-    parser = _Parser("" if encoded else text, dict(_well_known()))
+    parser = _Parser("" if encoded else text, dict(_well_known()), files)
     try:
         parser.file() if encoded is None else parser.descriptor(b64decode(text))
     except SchemaRefused:
         raise
     except (ValueError, LookupError):
         raise SchemaRefused("is neither .proto text nor a descriptor") from None
-    if not parser.top:
-        raise SchemaRefused("defines no message")
-    return Message("", nested=parser.top)
+    return parser
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
@@ -153,16 +172,19 @@ def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
 
 
 @lru_cache(maxsize=1)
-def _well_known() -> dict[str, Message | None]:
-    parser = _Parser(_WELL_KNOWN, {})
+def _well_known() -> _Types:
+    parser = _Parser(_WELL_KNOWN, {}, {})
     parser.file()
     return parser.named
 
 
 class _Parser:
-    def __init__(self, text: str, named: dict[str, Message | None]) -> None:
+    def __init__(self, text: str, named: _Types, files: Mapping[str, _Types]) -> None:
         self.named: Final = named
-        """Maps the full name of each type to its message, or to None if the type is an enum."""
+        """The types that fields can have."""
+        self.exported: Final[_Types] = {}
+        """The types that files which import this file can use."""
+        self._files: Final = files
         self.top: Final[list[Message | None]] = []
         self._known: Final = frozenset(named)
         self._tokens: Final = [*_tokens(text.removeprefix("\ufeff")), ("end", "", text.count("\n") + 1)]
@@ -188,7 +210,10 @@ class _Parser:
                     self._enter(self._type_name())
                     self._expect(";")
                 case "import":
-                    self._skip_statement()
+                    public = self._word == "public"
+                    self._at += self._word in {"public", "weak"}
+                    self._import(self._take("string")[1:-1], public=public)
+                    self._expect(";")
                 case "service":
                     self._take("name")
                     self._skip_block()
@@ -205,6 +230,9 @@ class _Parser:
         if _text(file, 12) not in {"", "proto2", "proto3"}:
             self._refuse("has an edition, and only proto2 and proto3 are supported")
         self._enter(_text(file, 2))
+        public = file.get(10, [])
+        for at, name in enumerate(_texts(file, 3)):
+            self._import(name, public=at in public)
         for enum in _each(file, 5):
             self._define(_join(self._package, _text(enum, 1)), None)
         for message in _each(file, 4):
@@ -242,6 +270,15 @@ class _Parser:
             word = "map" if type_name in self._entries else "repeated"
         made = Field(number, word, not self._proto3 or is_optional or bool(oneof), oneof)
         self._later.append(lambda: self._add(message, name, made, type_name))
+
+    def _import(self, name: str, *, public: bool) -> None:
+        """Make the types of a file known."""
+        types = self._files.get(name, {})
+        for full, found in types.items():
+            if self.named.setdefault(full, found) is not found:
+                self._refuse(f"has two types with the name {full[:64]}")
+        if public:
+            self.exported.update(types)
 
     def _mark_group(self, name: str) -> None:
         found = self.named.get(name)
@@ -368,14 +405,15 @@ class _Parser:
             scope = scope.rpartition(".")[0]
         if name[1:] in self.named and name.startswith("."):
             return self.named[name[1:]]
-        return self._refuse(f"uses a type that it does not define: {name[:64]} ({_IMPORTABLE})")
+        why = "and no file that it imports and refers to does" if self._files else _IMPORTABLE
+        return self._refuse(f"uses a type that it does not define: {name[:64]} ({why})")
 
     def _define(self, name: str, made: Message | None) -> None:
         if name in self.named:
             self._refuse(f"defines {name[:64]} twice")
         if len(name) > _MOST_NAME_CHARS or name[-1:] in {"", "."}:
             self._refuse(f"has a type without a name, or with more than {_MOST_NAME_CHARS:,} characters")
-        self.named[name] = made
+        self.named[name] = self.exported[name] = made
 
     @property
     def _kind(self) -> str:
@@ -473,9 +511,12 @@ def _each(found: _Fields, number: int) -> list[_Fields]:
     return [_fields(each) for each in found.get(number, ()) if isinstance(each, bytes)]
 
 
+def _texts(found: _Fields, number: int) -> list[str]:
+    return [each.decode() for each in found.get(number, ()) if isinstance(each, bytes)]
+
+
 def _text(found: _Fields, number: int) -> str:
-    texts = [each for each in found.get(number, ()) if isinstance(each, bytes)]
-    return texts[-1].decode() if texts else ""
+    return (_texts(found, number) or [""])[-1]
 
 
 def _number(found: _Fields, number: int) -> int:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dedup.core.avro import Leaf, Refused
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Absent, Number, Unreadable, with_foreign_format
+from dedup.core.framing import SchemaText
 from dedup.core.odd_rows import NotInColumns, among, refuse, texts_of
 from dedup.core.proto_schema import MAX_DEPTH, SCALARS, TIMESTAMP, Field, Message, message_at, parse_proto
 from dedup.core.tracking_id import Path
@@ -278,7 +279,7 @@ class ProtobufReader:
 
 @lru_cache(maxsize=256)
 def protobuf_reader(
-    schema: str, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None, *, zeros: bool = False
+    schema: SchemaText, indexes: tuple[int, ...], ids: tuple[Path, ...], time: FieldTime | None, *, zeros: bool = False
 ) -> ProtobufReader:
     """Return the reader for one message type. Raises SchemaRefused if the schema is invalid or lacks the type."""
     return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time, zeros=zeros)

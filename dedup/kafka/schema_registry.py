@@ -17,14 +17,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from http.client import HTTPException, HTTPResponse
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
-from dedup.core.framing import SchemaBook, SchemaRef, named, ref_named, schema_of
+from dedup.core.framing import (
+    MOST_SCHEMA_CHARS,
+    LinkedSchema,
+    SchemaBook,
+    SchemaRef,
+    SchemaRefused,
+    SchemaText,
+    named,
+    ref_named,
+    schema_of,
+)
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka.outage_lines import WAITING
 from dedup.settings import RegistrySection, Settings
@@ -53,7 +64,12 @@ _LOOK_S: Final = 0.02
 TASK_PATIENCE_S: Final = 60.0
 """How long a Spark task waits for a registry that gives no usable answer; then the task fails."""
 _MOST_UNKNOWN: Final = 10_000
+_MOST_REFERENCES: Final = 500
+"""The maximum number of schemas that one schema may refer to, directly or not."""
+_DEEPEST_REFERENCE: Final = 50
 _SUFFIX: Final = ".json"
+_REFERENCED: Final = "referenced"
+"""The key of the schemas that an exported schema refers to, directly or not."""
 _CERTIFICATE: Final = "CERTIFICATE-----"
 _LONGEST_PAUSE_S: Final = 5.0
 
@@ -61,6 +77,24 @@ _LONGEST_PAUSE_S: Final = 5.0
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
         """Return None, so that a redirect causes an HTTPError and the credentials never go to another address."""
+
+
+class _Reference(NamedTuple):
+    name: str
+    """The name by which the schema that refers to the subject does so: an Avro type, or the path of a Protobuf file."""
+    subject: str
+    version: int
+
+
+def _reference(said: Any) -> _Reference:  # noqa: ANN401 - JSON
+    name, subject, version = (said[key] for key in _Reference._fields)
+    if not isinstance(name, str) or not isinstance(subject, str) or type(version) is not int:
+        raise TypeError
+    return _Reference(name, subject, version)
+
+
+class _ReferenceUnknown(LookupError):
+    """Raised if the registry does not have a schema that another schema refers to."""
 
 
 class SchemaRegistry:
@@ -75,7 +109,7 @@ class SchemaRegistry:
         url: str | None,
         headers: Mapping[str, str],
         ca_certificates: str | None = None,
-        exported: Mapping[SchemaRef, str] = MappingProxyType({}),
+        exported: Mapping[SchemaRef, SchemaText] = MappingProxyType({}),
     ) -> None:
         """``ca_certificates`` is the text of a PEM file, or None to trust the system's certificates.
 
@@ -87,7 +121,15 @@ class SchemaRegistry:
         self._ca_certificates: Final = ca_certificates
         context = ssl.create_default_context(cadata=ca_certificates)
         self._opener: Final = build_opener(ProxyHandler({}), _NoRedirect(), HTTPSHandler(context=context))
-        self._found: Final[dict[SchemaRef, str]] = dict(exported)
+        self._found: Final[dict[SchemaRef, SchemaText]] = {}
+        for ref, schema in exported.items():
+            # A registry still knows the references that an older version of dedup did not export.
+            if url is None or isinstance(schema, str) or not schema.fault:
+                self._found[ref] = schema
+        self._versions: Final[dict[tuple[str, int], tuple[str, tuple[_Reference, ...]]]] = {}
+        """The schemas that other schemas refer to, by subject and version. A version never changes."""
+        self._missed: Final[set[tuple[str, int]]] = set()
+        """The versions that the registry did not have, so that each is logged once."""
         self._unknown_since_s: Final[dict[SchemaRef, float]] = {}
         self._waited_s = 0.0
         """How long this process has waited for the registry to learn of unknown schemas."""
@@ -124,8 +166,10 @@ class SchemaRegistry:
             text = f"{section.ca_file} cannot be read: {getattr(error, 'strerror', None) or error}"
             raise SettingsError([Problem("schema_registry.ca_file", text)]) from error
 
-    def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> str | None:
-        """Return the text of a schema, or None if neither the exported schemas nor the registry contains the ID.
+    def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> SchemaText | None:
+        """Return a schema, or None if neither the exported schemas nor the registry contains the ID.
+
+        The result is also None if the registry does not contain a schema that the schema refers to.
 
         Text in a schema language other than the expected one fails to parse. If the registry does not know the ID, the
         client asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs. Raises
@@ -165,7 +209,7 @@ class SchemaRegistry:
             self._unknown_since_s.clear()
         self._unknown_since_s.setdefault(ref, time.monotonic())
 
-    def latest(self, subject: str) -> tuple[str, str] | None:
+    def latest(self, subject: str) -> tuple[SchemaText, str] | None:
         """Return a subject's newest schema and its type (AVRO, PROTOBUF, JSON), or None if there is no schema.
 
         Raises the same errors as `schema`.
@@ -174,7 +218,9 @@ class SchemaRegistry:
         if answer is None:
             return None
         kind = answer.get("schemaType") if isinstance(answer, dict) else None
-        return self._text_in(answer), kind if isinstance(kind, str) else "AVRO"  # which Confluent's API leaves out
+        with suppress(_ReferenceUnknown):
+            return self._linked(answer), kind if isinstance(kind, str) else "AVRO"  # which Confluent's API leaves out
+        return None
 
     def export(self, subject: str, directory: Path) -> int:
         """Write all versions of a subject to files for `SchemaRegistry.of` to read. Return the number of versions.
@@ -191,13 +237,14 @@ class SchemaRegistry:
         for version in versions:
             said: Any = self._answer(f"{place}/{quote(str(version), safe='')}")
             try:
-                kept = {key: said[key] for key in ("schemaType", "references") if key in said}
+                kept = {"schema": said["schema"]}
+                kept |= {key: said[key] for key in ("schemaType", "references") if key in said}
                 names = {named(ref_named(str(said[key]))) for key in ("id", "guid") if said.get(key) is not None}
-                text = json.dumps({"schema": said["schema"]} | kept, indent=2)
             except (AttributeError, TypeError, LookupError, ValueError, OverflowError):
                 raise self._away(f"its answer for version {version} of {subject} has no schema or no ID") from None
+            kept |= self._referenced_by(said)
             for name in names:
-                (directory / f"{name}{_SUFFIX}").write_text(text, "utf-8")
+                (directory / f"{name}{_SUFFIX}").write_text(json.dumps(kept, indent=2), "utf-8")
         return len(versions)
 
     def kind(self) -> str:
@@ -223,15 +270,60 @@ class SchemaRegistry:
         said = [str(info.get(key, "")) for key in ("name", "version")] if isinstance(info, dict) else []
         return " ".join(word for word in said if word.isprintable()).strip() or "apicurio-registry"
 
-    def _schema(self, path: str) -> str | None:
+    def _schema(self, path: str) -> SchemaText | None:
         answer = self._answer(f"{self.url}{path}")
-        return None if answer is None else self._text_in(answer)
+        with suppress(_ReferenceUnknown):
+            return None if answer is None else self._linked(answer)
+        return None
 
-    def _text_in(self, answer: object) -> str:
-        text = answer.get("schema") if isinstance(answer, dict) else None
+    def _linked(self, answer: object) -> SchemaText:
+        """Return the schema in an answer, with those that it refers to.
+
+        Raises _ReferenceUnknown if the registry does not have one of them.
+        """
+        text, references = self._said(answer)
+        if not references:
+            return text
+        gathered = _Gathered(self._version)
+        try:
+            gathered.add(references, ())
+        except SchemaRefused as refused:
+            return LinkedSchema(text, fault=str(refused))
+        return LinkedSchema(text, tuple(gathered.texts.items()))
+
+    def _said(self, answer: object) -> tuple[str, tuple[_Reference, ...]]:
+        said: Mapping[str, Any] = answer if isinstance(answer, dict) else {}
+        text = said.get("schema")
         if not isinstance(text, str):
             raise self._away("its answer has no schema")
-        return text
+        try:
+            references = tuple(map(_reference, said.get("references") or ()))
+        except (TypeError, LookupError):
+            raise self._away("its answer has references without a name, subject, or version") from None
+        return text, references
+
+    def _version(self, subject: str, version: int) -> tuple[str, tuple[_Reference, ...]]:
+        """Return a version of a subject, even if it was deleted after other schemas began to refer to it."""
+        key = subject, version
+        if key not in self._versions:
+            answer = self._answer(f"{self.url}/subjects/{quote(subject, safe='')}/versions/{version}?deleted=true")
+            if answer is None:
+                if key not in self._missed:
+                    log.warning("a schema refers to %s version %d, which the schema registry does not know", *key)
+                    self._missed.add(key)
+                raise _ReferenceUnknown
+            self._versions[key] = self._said(answer)
+        return self._versions[key]
+
+    def _referenced_by(self, answer: object) -> dict[str, object]:
+        """Return what an exported file contains in addition if its schema refers to others."""
+        try:
+            schema = self._linked(answer)
+        except _ReferenceUnknown:
+            raise self._away("it does not know a schema that another one refers to (see the warning above)") from None
+        if isinstance(schema, str):
+            return {}
+        return {_REFERENCED: [{"name": name, "schema": text} for name, text in schema.references]}
 
     def _answer(self, url: str) -> object:
         """Return the JSON response, or None if the registry itself responds with 404.
@@ -277,19 +369,56 @@ class SchemaRegistry:
         return RegistryUnavailable(f"The schema registry at {self.url} does not say what a schema is: {why}.")
 
 
+class _Gathered:
+    """The schemas that one schema refers to, directly or not, as far as they have been looked up."""
+
+    def __init__(self, version: Callable[[str, int], tuple[str, tuple[_Reference, ...]]]) -> None:
+        self.texts: Final[dict[str, str]] = {}
+        """The schemas by name. A schema comes after those that it refers to."""
+        self._version: Final = version
+        self._begun: Final[set[tuple[str, int]]] = set()
+        self._chars = 0
+
+    def add(self, references: Iterable[_Reference], holders: tuple[tuple[str, int], ...]) -> None:
+        """Look up schemas and those that they refer to. ``holders`` are the schemas that led to these references.
+
+        Raises SchemaRefused if the schemas are too many or too long, refer to each other in a circle, or share a name.
+        """
+        for name, subject, version in references:
+            key, shown = (subject, version), f"{ascii(subject[:64])[1:-1]} version {version}"
+            if key in holders:
+                raise SchemaRefused(f"refers to {shown}, which refers to itself")
+            text, further = self._version(subject, version)
+            if key not in self._begun:
+                self._begun.add(key)
+                self._chars += len(text)
+                self._check(len(holders))
+                self.add(further, (*holders, key))
+            if self.texts.setdefault(name, text) != text:
+                raise SchemaRefused(f"refers to two schemas as {ascii(name[:64])[1:-1]}, one of them {shown}")
+            self._check(len(holders))
+
+    def _check(self, depth: int) -> None:
+        if max(len(self.texts), len(self._begun)) > _MOST_REFERENCES or depth >= _DEEPEST_REFERENCE:
+            said = f"{_MOST_REFERENCES} other schemas, or over more than {_DEEPEST_REFERENCE} levels"
+            raise SchemaRefused(f"refers to more than {said}")
+        if self._chars > MOST_SCHEMA_CHARS:
+            raise SchemaRefused(f"refers to schemas with more than {MOST_SCHEMA_CHARS:,} characters")
+
+
 @cache
 def _restored(
     url: str | None,
     headers: tuple[tuple[str, str], ...],
     ca_certificates: str | None,
-    exported: tuple[tuple[SchemaRef, str], ...],
+    exported: tuple[tuple[SchemaRef, SchemaText], ...],
 ) -> SchemaRegistry:
     return SchemaRegistry(url, dict(headers), ca_certificates, dict(exported))
 
 
-def _exported_in(directory: Path) -> dict[SchemaRef, str]:
+def _exported_in(directory: Path) -> dict[SchemaRef, SchemaText]:
     """Map the ID of each schema in a directory to the schema. Raises SettingsError for any invalid file."""
-    found: dict[SchemaRef, str] = {}
+    found: dict[SchemaRef, SchemaText] = {}
     problems: list[Problem] = []
     try:
         files = sorted(each for each in directory.iterdir() if each.suffix == _SUFFIX)
@@ -298,16 +427,27 @@ def _exported_in(directory: Path) -> dict[SchemaRef, str]:
         raise SettingsError([Problem("schema_registry.directory", text)]) from error
     for file in files:
         try:
-            text = json.loads(file.read_text("utf-8"))["schema"]
-            if not isinstance(text, str):
-                raise TypeError("its schema is no text")
-            found[ref_named(file.stem)] = text
+            found[ref_named(file.stem)] = _exported(json.loads(file.read_text("utf-8")))
         except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             text = f"{file} is no exported schema: {error}; remove it, or run `dedup schemas export` again"
             problems.append(Problem("schema_registry.directory", text))
     if problems:
         raise SettingsError(problems)
     return found
+
+
+def _exported(document: Any) -> SchemaText:  # noqa: ANN401 - JSON
+    text = document["schema"]
+    references = tuple((each["name"], each["schema"]) for each in document.get(_REFERENCED, ()))
+    if not all(isinstance(each, str) for each in (text, *chain.from_iterable(references))):
+        raise TypeError("a schema or the name of a reference is no text")
+    if references:
+        return LinkedSchema(text, references)
+    if document.get("references"):  # written by dedup until 2026-11
+        return LinkedSchema(
+            text, fault="refers to other schemas, which were not exported; run `dedup schemas export` again"
+        )
+    return str(text)
 
 
 class SchemaResolver:

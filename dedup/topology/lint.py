@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.formats import Format, member_types
+from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import (
     ContentRule,
@@ -218,26 +218,26 @@ def _schema(topology: Topology) -> Iterator[Finding]:
         yield warning("payload_bytes_compared", text)
 
 
-def schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
+def schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose values have the given schema."""
     members = [*_id_members(topology.tracking_id.rule, ("tracking_id",))]
     if isinstance(topology.event_time, FieldTime):
         members.append(_Member(("event_time", "field"), topology.event_time.path, topology.event_time))
     first = topology.source.schema is not None
-    yield from _schema_findings(topology, members, topology.source.format, text, name, first=first)
+    yield from _schema_findings(topology, members, topology.source.format, schema, name, first=first)
 
 
-def key_schema_findings(topology: Topology, text: str, name: str) -> Iterator[Finding]:
+def key_schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterator[Finding]:
     """Yield the findings about a topology whose keys have the given schema."""
     members = [*_id_members(topology.tracking_id.rule, ("tracking_id",), of_key=True)]
-    yield from _schema_findings(topology, members, topology.source.key_format, text, name, place=KEY_FORMAT)
+    yield from _schema_findings(topology, members, topology.source.key_format, schema, name, place=KEY_FORMAT)
 
 
 def _schema_findings(
     topology: Topology,
     members: Sequence[_Member],
     fmt: Format,
-    text: str,
+    schema: SchemaText,
     name: str,
     *,
     first: bool = False,
@@ -245,8 +245,8 @@ def _schema_findings(
 ) -> Iterator[Finding]:
     try:
         if not members:
-            _types_of(fmt, text, _Member((), ("",)), first=first)  # to refuse an invalid schema
-        found = [_types_of(fmt, text, member, first=first) for member in members]
+            _types_of(fmt, schema, _Member((), ("",)), first=first)  # to refuse an invalid schema
+        found = [_types_of(fmt, schema, member, first=first) for member in members]
     except SchemaRefused as refused:
         said = f"the schema {name} {refused}"
         if fmt == "json_schema":  # No schema is needed to read the records.
@@ -290,16 +290,16 @@ def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member
             return
 
 
-def _types_of(fmt: Format, text: str, member: _Member, *, first: bool) -> dict[str, bool]:
+def _types_of(fmt: Format, schema: SchemaText, member: _Member, *, first: bool) -> dict[str, bool]:
     if fmt == "json_schema":
+        text = schema if isinstance(schema, str) else schema.text
         return json_types(text, member.path, member.time, containers=member.in_parts)
-    return member_types(fmt, text, member.path, member.time, first=first)
+    return member_types(fmt, schema, member.path, member.time, first=first)
 
 
 def _member_findings(topology: Topology, name: str, member: _Member, types: Mapping[str, bool]) -> Iterator[Finding]:
-    key = (
-        "event_time" if member.time is not None else "tracking_id.key" if member.at[-1:] == ("key",) else "tracking_id"
-    )
+    of_key = ".key" if member.at[-1:] == ("key",) else ""
+    key = f"tracking_id{of_key}" if member.time is None else "event_time"
     place = f"{key}: {format_path(member.path)}"
     refused_types = " or ".join(sorted(name for name, refused in types.items() if refused))
     if not types and member.time is None and isinstance(topology.tracking_id.rule, FirstOfRule):

@@ -11,10 +11,10 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from pydantic import BaseModel
 
 from dedup.code_loader import directory_of, load_id_function, source_digest
-from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.formats import MEMBERWISE, TYPED, Format, member_names, member_types
+from dedup.core.framing import SchemaRefused
 from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import (
     Alternative,

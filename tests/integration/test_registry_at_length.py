@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+from dedup.core.extract_one import Format, One, Recipe, extract_one
+from dedup.core.framing import LinkedSchema, SchemaBook
+from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.embedded.registry_node import EmbeddedRegistry
-from tests.integration.apicurio import FIRST, SECOND
+from dedup.kafka.schema_registry import SchemaRegistry
+from dedup.settings import RegistrySection
+from tests.integration.apicurio import FILES, FIRST, LINKED, SECOND
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.test_admin import dedup
@@ -117,6 +122,35 @@ def test_two_versions_two_workers_five_kills_and_a_registry_away_for_a_minute(
     assert sorted(forwarded) == sorted(firsts), "byte for byte, each once"
     assert job.read(job.topology.dead_letter) == []
     assert "lost 0  duplicated 0" in dedup(job, "verify")
+
+
+def test_references_as_the_serializers_register_them(
+    registry: EmbeddedRegistry, topic_names: Callable[[str], str]
+) -> None:
+    """Avro's serializer is given the references; Protobuf's serializer registers each imported file by itself."""
+    topic, url = topic_names("linked"), registry.url
+    order = {"kind": "B", "head": {"kind": "A", "id": "o-7"}, "n": 7}
+    made: dict[Format, bytes] = {}
+    with sr.SchemaRegistryClient({"url": url}) as client:
+        references: list[Any] = []
+        for name, text in FILES["avro"].items():
+            client.register_schema(f"{topic}-{name}", sr.Schema(text, "AVRO", list(references)))
+            references.append(sr.SchemaReference(name, f"{topic}-{name}", 1))
+        schema = sr.Schema(LINKED["avro"], "AVRO", references)
+        context = SerializationContext(topic, MessageField.VALUE)
+        made["avro"] = avro.AvroSerializer(client, schema)(order, context)
+        message = compiled(LINKED["protobuf"], "Order", FILES["protobuf"])
+        context = SerializationContext(f"{topic}-protobuf", MessageField.VALUE)
+        serialize = protobuf.ProtobufSerializer(message, client, {"use.deprecated.format": False})
+        made["protobuf"] = serialize(message(**order), context)
+    ask = SchemaRegistry.of(RegistrySection(url=url)).schema
+    for fmt, value in made.items():
+        book = SchemaBook(ask)
+        for path, expected in ((("head", "id"), b"\x01o-7"), (("n",), b"\x04\x07")):
+            found = extract_one(Recipe(TrackingId(FieldRule(path)), fmt=fmt, schema=book), None, value, [], 5)
+            assert isinstance(found, One), found
+            assert found.id == expected
+        assert [len(each.references) for each in book.values() if isinstance(each, LinkedSchema)] == [2]
 
 
 def reached(job: Job, topic: str, count: int) -> None:

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dedup.embedded.registry_node import EmbeddedRegistry
-from tests.integration.apicurio import FIRST, SECOND, registered, serialized
+from tests.integration.apicurio import FIRST, SECOND, linked, registered, serialized
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.test_admin import DEDUP, dedup, pages
@@ -284,6 +284,30 @@ def test_equal_members_of_keys_of_two_schema_versions_are_one_id(
     assert "schema_not_found" not in said
     schemas = job.directory / "schemas"
     assert f"{topic}-key: 2 versions" in dedup(job, "schemas export", str(schemas))
+
+
+@pytest.mark.parametrize(("fmt", "hops"), [("avro", "direct"), ("protobuf", "repartitioned")])
+def test_schemas_that_refer_to_other_subjects(
+    make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str, hops: str
+) -> None:
+    topic = topic_names(f"{fmt}-in")
+    source = {"topics": [topic], "format": fmt} | ({"partitioned_by": "tracking_id"} if hops == "direct" else {})
+    document = {"source": source, "tracking_id": {"field": "head.id"}, "idle_after": "1s"}
+    job = make_job(document=document, config={"schema_registry": {"url": registry.url}})
+    values = linked(registry, fmt, topic, range(200))
+    job.send([Event(number % 2, value, BASE_MS + number) for number, value in enumerate([*values, *values])])
+    assert "ok" in dedup(job, "check", "--broker")
+    job.finish()
+    assert sorted(each.value() for each in job.read(job.output)) == sorted(values)
+    assert job.read(job.topology.dead_letter) == []
+    dedup(job, "verify")
+    schemas = job.directory / "schemas"
+    assert f"{topic}-value: 1 version" in dedup(job, "schemas export", str(schemas))
+    job.config_file.write_text(
+        json.dumps(json.loads(job.config_file.read_text()) | {"schema_registry": {"directory": str(schemas)}})
+    )
+    dedup(job, "verify")
+    assert len(json.loads(dedup(job, "explain", "o-4", "--json"))["records"]) == 2
 
 
 def test_schemas_of_a_subject_that_the_registry_does_not_have(

@@ -16,7 +16,7 @@ from dedup.spark.audit import audit
 from dedup.spark.dataframe import dedup as deduplicated
 from dedup.topology.parse import parse
 from dedup.verify.replay import WHY_SCHEMA
-from tests.integration.apicurio import FIRST, SECOND, serialized
+from tests.integration.apicurio import FIRST, SECOND, linked, serialized
 from tests.integration.fleet import Job, until
 from tests.integration.test_admin import dedup
 from tests.integration.workload import BASE_MS, Event
@@ -87,16 +87,19 @@ def test_a_stream_waits_for_the_registry_and_backfill_and_audit_agree(
         audit(spark, job.topology.knowing(SchemaBook(deleted_since)), settings)
 
 
+@pytest.mark.parametrize(("fmt", "path"), [("avro", "id"), ("avro", "head.id"), ("protobuf", "head.id")])
 def test_the_function_asks_the_registry_of_its_settings_or_takes_exported_schemas(
-    spark, registry, topic_names, tmp_path
+    spark, registry, topic_names, tmp_path, fmt, path
 ):
-    topic = topic_names("avro-in")
+    """The schemas with `head.id` refer to other subjects."""
+    topic = topic_names(f"{fmt}-in")
     topology = parse(
-        f"dedup: 1\nname: t\nsource: {{topics: [{topic}], format: avro, partitioned_by: tracking_id}}\n"
-        "tracking_id: {field: id}\nguard_period: 1h\n",
+        f"dedup: 1\nname: t\nsource: {{topics: [{topic}], format: {fmt}, partitioned_by: tracking_id}}\n"
+        f"tracking_id: {{field: {path}}}\nguard_period: 1h\n",
         name="t",
     )
-    one, two = serialized(registry, FIRST["avro"], topic, [1, 2])
+    plain = path == "id"
+    one, two = serialized(registry, FIRST[fmt], topic, [1, 2]) if plain else linked(registry, fmt, topic, [1, 2])
     rows = [(value, b"k", BASE_MS) for value in (one, two, one, unknown_to(one))]
     df = spark.createDataFrame(rows, "value BINARY, key BINARY, timestamp_ms LONG")
     section = RegistrySection(url=registry.url, username="u", password=Secret("p"), schema_wait="1s")

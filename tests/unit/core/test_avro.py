@@ -1,18 +1,20 @@
 """Avro values: the golden vectors of every type as ID and as time, one verdict for each way to be damaged, schemas."""
 
+import io
 import json
 import random
 from pathlib import Path
 
+import fastavro
 import pytest
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import MAX_DEPTH, SchemaRefused, _Batch, _SchemaParser, avro_reader, parse_schema
+from dedup.core.avro import MAX_DEPTH, _Batch, _SchemaParser, avro_reader, parse_schema
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe, compile_extractor
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.framing import SchemaBook
+from dedup.core.framing import LinkedSchema, SchemaBook, SchemaRefused
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -279,8 +281,8 @@ def test_each_value_is_read_by_the_schema_that_its_framing_names(seed):
 
 def test_a_schema_is_refused_once_in_a_batch(monkeypatch):
     parsed = []
-    refused = _SchemaParser.record
-    monkeypatch.setattr(_SchemaParser, "record", lambda *given: (parsed.append(given), refused(*given))[1])
+    refused = _SchemaParser.parse
+    monkeypatch.setattr(_SchemaParser, "parse", lambda *given: (parsed.append(given), refused(*given))[1])
     book = SchemaBook(lambda _: '"int"')
     one = Recipe(TrackingId(KeyRule()), fmt="avro", schema=book)
     found = Extractor(one)([b"k"] * 50, [b"\0\0\0\0\1\x0e"] * 50, [[]] * 50, [5] * 50)
@@ -415,3 +417,71 @@ def test_whole_batches_are_taken_in_columns(monkeypatch):
     values[7] = b"\x00\x00" + time + b"\x00"
     found = Extractor(one)([None] * 20, values, [[]] * 20, [0] * 20)
     assert {row: fault.code for row, fault in found.faults.items()} == {7: "id_null"}
+
+
+NAMED = {
+    "shop.Kind": {"type": "enum", "name": "Kind", "namespace": "shop", "symbols": ["A", "B"]},
+    "shop.Person": {
+        "type": "record",
+        "name": "shop.Person",
+        "fields": [
+            {"name": "kind", "type": "Kind"},
+            {"name": "at", "type": {"type": "fixed", "name": "At", "size": 2}},
+        ],
+    },
+}
+REFERENCES = tuple((name, json.dumps(schema)) for name, schema in NAMED.items())
+REFERRING = {
+    "type": "record",
+    "name": "Order",
+    "namespace": "shop",
+    "fields": [
+        {"name": "buyer", "type": ["null", "Person"]},
+        {"name": "kind", "type": "shop.Kind"},
+        {"name": "at", "type": "At"},
+        {"name": "next", "type": ["null", "Order"]},
+    ],
+}
+
+
+def test_the_types_of_references_are_known():
+    types: dict[str, object] = {}
+    for schema in NAMED.values():
+        fastavro.parse_schema(schema, named_schemas=types)
+    stream = io.BytesIO()
+    order = {"buyer": {"kind": "B", "at": b"xy"}, "kind": "A", "at": b"zz", "next": None}
+    fastavro.schemaless_writer(stream, fastavro.parse_schema(REFERRING, named_schemas=types), order)
+    # A schema that defines two types is referred to twice.
+    schema = LinkedSchema(json.dumps(REFERRING), (*REFERENCES, ("shop.At", REFERENCES[1][1])))
+    for rule, expected in ((("buyer", "kind"), b"\x01B"), (("at",), b"\x02zz")):
+        one = Recipe(TrackingId(FieldRule(rule)), fmt="avro", schema=SchemaBook(lambda _: schema))
+        value = b"\0\0\0\0\1" + stream.getvalue()
+        assert extract_one(one, None, value, [], 5).id == expected
+        assert Extractor(one)([None] * 9, [value] * 9, [[]] * 9, [5] * 9).ids == [expected] * 9
+    alone = Recipe(TrackingId(KeyRule()), fmt="avro", schema=SchemaBook(lambda _: json.dumps(REFERRING)))
+    assert extract_one(alone, b"k", value, [], 5).code == "schema_refused"
+
+
+@pytest.mark.parametrize(
+    ("main", "references", "said"),
+    [
+        (REFERRING, REFERENCES[::-1], "refers to shop.Person, which uses a type that it does not define before: Kind"),
+        (REFERRING, REFERENCES[:1], "uses a type that it does not define before: Person"),
+        (NAMED["shop.Person"], REFERENCES, "defines shop.Person twice"),
+        (REFERRING, (*REFERENCES, ("x", '{"type": "fixed", "name": "shop.At", "size": 2}')), "refers to x, which defines"),
+        (REFERRING, (("x", "{"),), "refers to x, which is not JSON (line 1"),
+        (REFERRING, (("x", "[" * 5_000),), "refers to x, which is n"),
+        ("shop.Kind", REFERENCES, "does not describe a record"),
+        (REFERRING, (("x", " " * (1 << 20)),), "has 1,048,"),
+    ],
+)  # fmt: skip
+def test_references_that_are_refused(main, references, said):
+    with pytest.raises(SchemaRefused) as refused:
+        parse_schema(LinkedSchema(json.dumps(main), tuple(references)))
+    assert str(refused.value).startswith(said)
+
+
+def test_a_schema_may_be_the_name_of_a_reference():
+    assert parse_schema(LinkedSchema('"shop.Person"', REFERENCES)).name == "shop.Person"
+    with pytest.raises(SchemaRefused, match="refers to itself"):
+        parse_schema(LinkedSchema('"shop.Person"', REFERENCES, fault="refers to itself"))

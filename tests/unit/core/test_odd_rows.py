@@ -1,6 +1,7 @@
 """An odd record among usual ones is read one by one, and only it is; tests/property compares what is read."""
 
 import json
+import tracemalloc
 from unittest import mock
 
 import cbor2
@@ -12,6 +13,7 @@ from dedup.core.csv_row import CsvLayout
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, extract_one
+from dedup.core.framing import SchemaBook
 from dedup.core.odd_rows import NotInColumns, in_order, in_pieces, texts_of
 from dedup.core.tracking_id import ContentRule, FieldRule, HeaderRule, KeyRule, TrackingId
 
@@ -166,3 +168,47 @@ def test_a_text_that_is_not_utf_8_is_named():
     with pytest.raises(NotInColumns) as caught:
         texts_of([b"a", b"\xff", "é".encode(), b"\xc3"])
     assert caught.value.rows == [1, 3]
+
+
+WIDE = """{"type": "record", "name": "R", "fields": [{"name": "id", "type": ["bytes", "string", {"type": "array", "items":
+"int"}, {"type": "map", "values": "int"}, {"type": "fixed", "name": "F", "size": 1073741824}]}]}"""
+GIGABYTE = {
+    # 1 << 30 in zigzag takes five bytes; the first byte is the union's branch.
+    "avro bytes": ("avro", b"\0\x80\x80\x80\x80\x08abc", "not_avro"),
+    "avro string": ("avro", b"\2\x80\x80\x80\x80\x08abc", "not_avro"),
+    "avro array": ("avro", b"\4\x80\x80\x80\x80\x08\2\2", "not_avro"),
+    "avro array by size": ("avro", b"\4\xff\xff\xff\xff\7\x80\x80\x80\x80\x08\2\2", "not_avro"),
+    "avro map": ("avro", b"\6\x80\x80\x80\x80\x08\2a\2", "not_avro"),
+    "avro key": ("avro", b"\6\2\x80\x80\x80\x80\x08a\2", "not_avro"),
+    "avro fixed": ("avro", b"\x08abc", "not_avro"),
+    "protobuf string": ("protobuf", b"\x0a\x80\x80\x80\x80\4abc", "not_protobuf"),
+    "protobuf unknown": ("protobuf", b"\x0a\1a\x3a\x80\x80\x80\x80\4abc", "not_protobuf"),
+    "protobuf indexes": ("framed", b"\0\0\0\0\1\x80\x80\x80\x80\x08\0", "bad_message_indexes"),
+    "msgpack text": ("msgpack", b"\x81\xa2id\xdb\x40\0\0\0abc", "not_msgpack"),
+    "msgpack bytes": ("msgpack", b"\x81\xa2id\xc6\x40\0\0\0abc", "not_msgpack"),
+    "msgpack extension": ("msgpack", b"\x81\xa2id\xc9\x40\0\0\0\1abc", "not_msgpack"),
+    "msgpack array": ("msgpack", b"\x82\xa2id\1\xa1x\xdd\x40\0\0\0\1\1", "not_msgpack"),
+    "msgpack map": ("msgpack", b"\xdf\x40\0\0\0\xa2id\1", "not_msgpack"),
+    "cbor text": ("cbor", b"\xa1bid\x7a\x40\0\0\0abc", "not_cbor"),
+    "cbor bytes": ("cbor", b"\xa1bid\x5b\0\0\0\0\x40\0\0\0abc", "not_cbor"),
+    "cbor bignum": ("cbor", b"\xa1bid\xc2\x5a\x40\0\0\0abc", "not_cbor"),
+    "cbor array": ("cbor", b"\xa2bid\1ax\x9a\x40\0\0\0\1\1", "not_cbor"),
+    "cbor map": ("cbor", b"\xba\x40\0\0\0bid\1", "not_cbor"),
+}
+
+
+@pytest.mark.parametrize(("fmt", "value", "code"), GIGABYTE.values(), ids=GIGABYTE)
+def test_a_gigabyte_that_is_announced_is_not_allocated(fmt, value, code):
+    schema = {"avro": WIDE, "protobuf": PROTO, "framed": SchemaBook(lambda _: PROTO)}.get(fmt, "")
+    one = Recipe(ID, fmt="protobuf" if fmt == "framed" else fmt, schema=schema)
+    first, extract_all = extract_one(one, None, value, [], 5), Extractor(one)
+    assert (first.code, len(first.detail) < 200) == (code, True)
+    tracemalloc.start()
+    try:
+        assert extract_one(one, None, value, [], 5) == first
+        found = extract_all([None] * 99, [value] * 99, [[]] * 99, [5] * 99)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1 << 20
+    assert list(found.faults.values()) == [first] * 99

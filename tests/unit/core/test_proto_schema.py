@@ -8,7 +8,7 @@ import grpc_tools
 import pytest
 
 from dedup.core import proto_schema
-from dedup.core.avro import SchemaRefused
+from dedup.core.framing import LinkedSchema, SchemaRefused
 from dedup.core.proto_schema import MAX_DEPTH, Message, parse_proto
 from tests.protoc import described
 
@@ -265,3 +265,74 @@ def test_a_refused_text_is_parsed_once(monkeypatch):
     text = "message Refused { Elsewhere e = 1; }"
     said = {refusal(text) for _ in range(3)}
     assert (len(said), parsed) == (1, [text])
+
+
+FILES = {
+    "shop/ids.proto": """syntax = "proto3"; package shop.ids; enum Kind { NONE = 0; A = 1; }
+        message Id { string text = 1; Kind kind = 2; message Part { int64 n = 1; } }""",
+    "shop/people.proto": """syntax = "proto3"; package shop; import public "shop/ids.proto"; import weak "shop/old.proto";
+        message Person { ids.Id id = 1; Old old = 2; oneof one { ids.Id.Part part = 3; } }""",
+    "shop/old.proto": """package shop; message Old { required int32 n = 1; optional group G = 2 { optional int32 m = 1; } }""",
+    "google/protobuf/timestamp.proto": "this text is not used",
+}
+IMPORTING = """syntax = "proto3"; package shop.orders; import "shop/people.proto"; import "google/protobuf/timestamp.proto";
+    import "buf/validate.proto";
+    message Order { Person buyer = 1; shop.ids.Id id = 2; shop.ids.Kind kind = 3; map<string, Person> others = 4;
+      google.protobuf.Timestamp at = 5; repeated shop.Person all = 6; .shop.ids.Id.Part part = 7; }"""
+OURS = ("shop/ids.proto", "shop/old.proto", "shop/people.proto", "google/protobuf/timestamp.proto")
+
+
+def linked(text: str, *files: tuple[str, str]) -> LinkedSchema:
+    return LinkedSchema(text, tuple(files))
+
+
+@pytest.mark.parametrize("form", ["texts", "descriptors"])
+def test_imported_files_are_those_that_the_schema_refers_to(form):
+    """Java's serializer registers texts, and Python's serializer encoded descriptors."""
+    texts = {name: FILES[name] for name in OURS[:3]}
+    found = described(IMPORTING.replace('import "buf/validate.proto";', ""), texts).file
+    main, files = IMPORTING, [(name, FILES[name]) for name in OURS]
+    if form == "descriptors":
+        encoded = {each.name: b64encode(each.SerializeToString()).decode() for each in found}
+        main, files = encoded[found[-1].name], [(name, encoded[name]) for name in OURS[:3]]
+    parsed = parse_proto(linked(main, *files))
+    same(parsed, SimpleNamespace(field=[], oneof_decl=[], nested_type=found[-1].message_type))
+    buyer = parsed.nested[0].fields["buyer"].message
+    same(buyer, next(each for each in found if each.name == "shop/people.proto").message_type[0])
+    assert buyer.fields["id"].message is parsed.nested[0].fields["id"].message
+    assert buyer.fields["old"].message.fields["g"].kind == "group"
+
+
+@pytest.mark.parametrize(
+    ("main", "files", "said"),
+    [
+        (
+            'import "a.proto"; message M { B b = 1; }',  # a.proto imports b.proto, but not publicly
+            [("b.proto", "message B {}"), ("a.proto", 'import "b.proto"; message A { optional B b = 1; }')],
+            "uses a type that it does not define: B (and no file that it imports and refers to does)",
+        ),
+        ("message M { optional A a = 1; }", [("a.proto", "message A {}")], "uses a type that it does not define: A"),
+        ('import "a.proto"; message A {}', [("a.proto", "message A {}")], "defines A twice"),
+        ('message A {} import "a.proto";', [("a.proto", "message A {}")], "has two types with the name A"),
+        ("message M {}", [("a.proto", "message A {")], "refers to a.proto, which is not .proto text"),
+        ("message M {}", [("é\n" * 64, "message")], "refers to \\xe9\\n"),
+        ("message M {}", [("a.proto", "/" * (1 << 20))], "has 1,048,588 characters, more than 1,048,576"),
+        (
+            'import "google/protobuf/api.proto"; message M { optional google.protobuf.Api a = 1; }',
+            [("google/protobuf/api.proto", "package google.protobuf; message Api {}")],
+            "uses a type that it does not define: google.protobuf.Api",
+        ),
+    ],
+)
+def test_references_that_are_refused(main, files, said):
+    with pytest.raises(SchemaRefused) as refused:
+        parse_proto(linked(main, *files))
+    assert str(refused.value).startswith(said)
+
+
+def test_one_file_with_two_names_defines_its_types_once():
+    twice = [("a.proto", "message A { optional int32 n = 1; }"), ("b.proto", "message A { optional int32 n = 1; }")]
+    found = parse_proto(linked('import "a.proto"; import "b.proto"; message M { optional A a = 1; }', *twice))
+    assert list(found.nested[0].fields["a"].message.fields) == ["n"]
+    with pytest.raises(SchemaRefused, match="refers to itself"):
+        parse_proto(LinkedSchema("message M {}", fault="refers to itself"))

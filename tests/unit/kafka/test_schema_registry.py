@@ -11,9 +11,11 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from dedup.core.framing import MOST_SCHEMA_CHARS, LinkedSchema
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka import schema_registry
 from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver, asking, registry_findings
@@ -30,16 +32,17 @@ class Registry(BaseHTTPRequestHandler):
     slow: threading.Event | None = None
 
     def do_GET(self) -> None:
+        slow = self.slow
         type(self).asked.append((self.path, self.headers["Authorization"]))
         code, body = self.answers.get(self.path, (404, b'{"error_code":40403}'))
         self.send_response(code)
         self.send_header("Location", "/schemas/ids/8")
-        self.send_header("Content-Length", str(len(body) + (1 if self.slow else 0)))
+        self.send_header("Content-Length", str(len(body) + (1 if slow else 0)))
         self.end_headers()
         self.wfile.write(body)
-        if self.slow is not None:
+        if slow is not None:
             self.wfile.flush()
-            self.slow.wait(60)
+            slow.wait(60)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -290,6 +293,43 @@ async def test_records_wait_while_the_registry_is_away(caplog):
     resolver.close()
 
 
+@pytest.mark.parametrize(
+    "given", [(401, b""), (404, b"no page"), (429, b""), (500, b"{}"), (301, b""), (200, b"<"), None]
+)
+async def test_ten_minutes_without_a_usable_answer_condemn_nothing(registry, monkeypatch, given):
+    """Nor do they count as time in which the registry did not know the schema. None stands for no answer at all."""
+    now_s = [0.0]
+    monkeypatch.setattr(schema_registry, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    path = "/api/schemas/ids/7"
+    if given is None:
+        monkeypatch.setattr(schema_registry, "_WITHIN_S", 0.05)
+        registry.slow = silent = threading.Event()
+    registry.answers[path] = given or (200, b"{")
+    resolver = SchemaResolver(client(registry), wait_ms=30_000)
+
+    async def asked_again() -> None:
+        count = len(registry.asked) + 2
+        await until(lambda: len(registry.asked) >= count)
+
+    for _ in range(10):
+        assert resolver.missing([SEVEN])
+        now_s[0] += 60
+        await asked_again()
+    assert (resolver.book, resolver.awaited) == ({}, [SEVEN])
+    assert "records wait for schema 7: The schema registry at http" in resolver.waiting
+    if given is None:
+        registry.slow = None
+        silent.set()
+    registry.answers[path] = 404, b'{"error_code":40403}'
+    now_s[0] += 29
+    await asked_again()
+    assert resolver.missing([SEVEN])
+    assert resolver.book == {}
+    registry.answers[path] = answer(schema=TEXT)
+    await until(lambda: resolver.book == {SEVEN: TEXT})
+    resolver.close()
+
+
 async def test_a_task_of_spark_waits_for_schemas(monkeypatch):
     monkeypatch.setattr(schema_registry, "_LOOK_S", 0.001)
     told = Told(AWAY, AWAY, TEXT)
@@ -422,3 +462,124 @@ def test_values_with_json_schema_need_no_registry():
     assert (found.level, found.code) == ("warning", "schema_not_found")
     with pytest.raises(SettingsError, match=r"schema_registry\.url: is missing"):
         registry_findings(parse(text % "avro", name="t.yaml"), Settings(brokers=("b:9092",)))
+
+
+def reference(subject: str, version: int = 1, name: str = "") -> dict[str, object]:
+    return {"name": name or subject, "subject": subject, "version": version}
+
+
+def place(subject: str, version: int = 1) -> str:
+    return f"/api/subjects/{subject}/versions/{version}?deleted=true"
+
+
+def referring(registry, *, unless: str = "") -> None:
+    """Let schema 7 refer to a and to b, version 3, which refers to a and to a subject whose name needs quoting."""
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT, references=[reference("a"), reference("b", 3)])
+    answers = {
+        place("a"): answer(schema="A", references=[]),
+        place("b", 3): answer(schema="B", references=[reference("x/..?y"), reference("a")]),
+        place("x%2F..%3Fy"): answer(schema="X", references=None),
+    }
+    registry.answers.update({path: each for path, each in answers.items() if path != unless})
+
+
+REFERRED = LinkedSchema(TEXT, (("a", "A"), ("x/..?y", "X"), ("b", "B")))
+
+
+def test_the_schemas_that_a_schema_refers_to_are_looked_up_once(registry):
+    referring(registry)
+    asked = client(registry)
+    assert asked.schema(SEVEN) == REFERRED
+    assert [path for path, _ in registry.asked[1:]] == [place("a"), place("b", 3), place("x%2F..%3Fy")]
+    registry.asked.clear()
+    registry.answers["/api/schemas/ids/8"] = answer(schema="8", references=[reference("b", 3, name="c")])
+    assert asked.schema(b"\0\0\0\0\x08") == LinkedSchema("8", (("x/..?y", "X"), ("a", "A"), ("c", "B")))
+    registry.answers["/api/subjects/s/versions/latest"] = registry.answers["/api/schemas/ids/7"]
+    assert asked.latest("s") == REFERRED
+    assert len(registry.asked) == 2
+
+
+def test_a_schema_whose_reference_is_unknown_is_unknown(registry, caplog):
+    referring(registry, unless=place("x%2F..%3Fy"))
+    asked = client(registry)
+    assert [asked.schema(SEVEN), asked.schema(SEVEN)] == [None, None]
+    assert asked.unknown_since_s(SEVEN) <= time.monotonic()
+    assert caplog.messages == ["a schema refers to x/..?y version 1, which the schema registry does not know"]
+    referring(registry)
+    assert asked.schema(SEVEN) == REFERRED
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((401, b""), "it answered 401: it refuses these credentials"),
+        ((404, b"404 page not found"), "it answered 404: Confluent's API is not at this address"),
+        ((302, b""), "it answered 302: a redirect, which is not followed"),
+        ((500, b""), "it answered 500."),
+        ((200, b"<html>"), "its answer is not JSON"),
+        (answer(schema=7), "its answer has no schema"),
+        (answer(schema="A", references=7), "references without a name, subject, or version"),
+        (answer(schema="A", references=["a"]), "references without a name, subject, or version"),
+        (answer(schema="A", references=[{"name": "a", "subject": "a"}]), "references without a name, subject, or version"),
+        (answer(schema="A", references=[reference("a", True)]), "references without a name, subject, or version"),
+    ],
+)  # fmt: skip
+def test_a_registry_that_is_away_when_a_reference_is_looked_up(registry, given, said):
+    referring(registry)
+    registry.answers[place("b", 3)] = given
+    asked = client(registry)
+    with pytest.raises(RegistryUnavailable, match=re.escape(said)):
+        asked.schema(SEVEN)
+    assert asked.unknown_since_s(SEVEN) == math.inf
+    referring(registry)
+    assert asked.schema(SEVEN) == REFERRED
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"b": [reference("a")], "a": [reference("b")]}, "refers to b version 1, which refers to itself"),
+        ({"b": [reference("c")], "c": [reference("a", 2)]}, "refers to two schemas as a, one of them a version 1"),
+        ({f"n{i}": [reference(f"n{i + 1}")] for i in range(60)} | {"b": [reference("n0")]}, "more than 50 levels"),
+        ({"b": [reference("a", name=f"n{i}") for i in range(501)]}, "refers to more than 500 other schemas"),
+        ({"b": [reference(f"n{i}") for i in range(501)]}, "refers to more than 500 other schemas"),
+        ({"b": [reference("long"), reference("longer")]}, "refers to schemas with more than 1,048,576 characters"),
+    ],
+)
+def test_references_that_no_registry_should_have_make_a_schema_unusable(registry, answers, said):
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT, references=[reference("b"), reference("a")])
+    registry.answers |= {place(f"n{number}"): answer(schema=f"N{number}") for number in range(501)}
+    registry.answers |= {place("a", version): answer(schema=f"A{version}") for version in (1, 2)}
+    registry.answers |= {place(name): answer(schema="L" * (MOST_SCHEMA_CHARS // 2 + 1)) for name in ("long", "longer")}
+    registry.answers |= {place(name): answer(schema=name, references=each) for name, each in answers.items()}
+    found = client(registry).schema(SEVEN)
+    assert isinstance(found, LinkedSchema)
+    assert said in found.fault
+    assert len(registry.asked) <= 503
+
+
+def test_exported_schemas_contain_what_they_refer_to(registry, tmp_path):
+    referring(registry)
+    versions = "/api/subjects/shop.orders-value/versions"
+    registry.answers[versions] = 200, b"[1]"
+    given = json.loads(registry.answers["/api/schemas/ids/7"][1])
+    registry.answers[f"{versions}/1"] = answer(id=7, **given)
+    assert exported(registry, tmp_path) == 1
+    file = tmp_path / "7.json"
+    assert json.loads(file.read_text())["references"] == given["references"]
+    registry.asked.clear()
+    alone = SchemaRegistry.of(RegistrySection(directory=str(tmp_path)))
+    for each in (alone, client(registry, directory=str(tmp_path)), pickle.loads(pickle.dumps(alone))):
+        assert each.schema(SEVEN) == REFERRED
+    assert registry.asked == []
+    # A file that an older version of dedup wrote does not contain them, but the registry does.
+    file.write_text(json.dumps(given))
+    old = SchemaRegistry.of(RegistrySection(directory=str(tmp_path))).schema(SEVEN)
+    assert "which were not exported" in old.fault
+    assert client(registry, directory=str(tmp_path)).schema(SEVEN) == REFERRED
+    del registry.answers[place("a")]
+    with pytest.raises(RegistryUnavailable, match="it does not know a schema that another one refers to"):
+        exported(registry, tmp_path)
+    file.write_text(json.dumps(given | {"referenced": [{"name": "a", "schema": 7}]}))
+    with pytest.raises(SettingsError, match=r"7\.json is no exported schema: a schema or the name of a reference"):
+        SchemaRegistry.of(RegistrySection(directory=str(tmp_path)))
