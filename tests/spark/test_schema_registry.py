@@ -87,6 +87,28 @@ def test_a_stream_waits_for_the_registry_and_backfill_and_audit_agree(
         audit(spark, job.topology.knowing(SchemaBook(deleted_since)), settings)
 
 
+def test_a_stream_and_audit_read_keys_of_two_schema_versions(spark, make_job, registry, topic_names):
+    topic = topic_names("keys-in")
+    job = make_job(
+        document={
+            "source": {"topics": [topic], "key_format": "avro"},
+            "tracking_id": {"key": "id"},
+            "idle_after": "1s",
+        },
+        config={"schema_registry": {"url": registry.url, "schema_wait": "1s"}},
+    )
+    keys = serialized(registry, FIRST["avro"], topic, range(100), of="key")
+    keys += serialized(registry, SECOND["avro"], topic, range(150), of="key")
+    bad = unknown_to(keys[0])
+    job.send([Event(row % 2, b"%d" % row, BASE_MS + row, key) for row, key in enumerate([*keys, bad])])
+    driver = start_spark(job, ("run", *checkpoint_of(job), "--exit-when-done", *INTERPRETED), ("audit",))
+    assert driver.wait() == 0, driver.log
+    assert sorted(each.key() for each in job.read(job.output)) == sorted([*keys[:100], *keys[200:]])
+    (letter,) = job.read(job.topology.dead_letter)
+    assert (letter.key(), dict(letter.headers())["dedup-reason"]) == (bad, b"schema_unknown")
+    dedup(job, "verify")
+
+
 @pytest.mark.parametrize(("fmt", "path"), [("avro", "id"), ("avro", "head.id"), ("protobuf", "head.id")])
 def test_the_function_asks_the_registry_of_its_settings_or_takes_exported_schemas(
     spark, registry, topic_names, tmp_path, fmt, path

@@ -552,6 +552,13 @@ class TestFlow:
         code_of_chaos, output = dedup("chaos", path)
         assert (code_of_chaos, "cannot make records for an ID function" in output) == (2, True), output
 
+    def test_chaos_refuses_ids_from_members_of_keys(self, tmp_path):
+        path = topology(
+            tmp_path, "parts: [{key: id}, {header: h}]", "output: {topic: out}", "topics: [c], key_format: json"
+        )
+        code, output = dedup("chaos", path)
+        assert (code, "dedup chaos makes no keys with members" in output) == (2, True), output
+
     def test_samples_need_code(self, tmp_path):
         path, samples = self.made(tmp_path, FLOW)
         assert dedup("check", path, "--samples", samples)[0] == 2
