@@ -40,7 +40,7 @@ def test_an_ingest_file_finds_the_topics_that_apply_has_made(stage):
     assert "`dedup apply` with the ingest file creates them" in log
     dry = told(stage, "apply", file, "--dry-run")
     for name, count in ((stage.topic, 2), (f"{stage.name}-source-offsets", 1), (f"{stage.name}.dead-letter", 2)):
-        assert f"would create {name}: {count} partitions" in dry
+        assert f"would create {name}: {count} partition" in dry
     assert "3 topics created" in told(stage, "apply", file)
     again = json.loads(told(stage, "apply", file, "--json"))
     assert again["make"] == []
