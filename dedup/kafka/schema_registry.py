@@ -583,7 +583,8 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
             findings.append(warning("schema_not_found", said, at=at))
         elif found[1] != _KINDS[fmt]:
             said = f"the newest schema of the subject {subject} has the type {found[1]}, but the topology reads "
-            remedy = f"correct {'.'.join(map(str, at))} or the subject."
+            key = ".".join(map(str, at))
+            remedy = f"correct {key} or {key.replace('format', 'subject')}."
             findings.append(Finding("error", "schema_type_differs", f"{said}{fmt}: {remedy}", at=at))
         else:
             findings += findings_of(topology, found[0], subject)

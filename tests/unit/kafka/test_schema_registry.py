@@ -495,7 +495,7 @@ def test_the_schemas_that_a_schema_refers_to_are_looked_up_once(registry):
     registry.answers["/api/schemas/ids/8"] = answer(schema="8", references=[reference("b", 3, name="c")])
     assert asked.schema(b"\0\0\0\0\x08") == LinkedSchema("8", (("x/..?y", "X"), ("a", "A"), ("c", "B")))
     registry.answers["/api/subjects/s/versions/latest"] = registry.answers["/api/schemas/ids/7"]
-    assert asked.latest("s") == REFERRED
+    assert asked.latest("s") == (REFERRED, "AVRO")
     assert len(registry.asked) == 2
 
 
