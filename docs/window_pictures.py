@@ -25,7 +25,7 @@ STYLE: Final = (
     "@media (prefers-color-scheme: dark){svg{fill:#ddd}.panel{fill:#1e2129}.line{stroke:#999}.ring{stroke:#1e2129}}"
     "</style>"
 )
-"""The colours of both themes. A browser gives a picture the theme of the page that shows it."""
+"""The colors of both themes. A browser gives a picture the theme of the page that shows it."""
 WIDTH, LEFT, RIGHT, LANE, TOP = 760, 150, 20, 46, 44
 
 

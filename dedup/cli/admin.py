@@ -78,7 +78,7 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Create the topics that a topology or an ingest file needs, and show how existing topics differ from these.
+    """Create the topics that a topology or an ingest file needs, and show how existing topics differ from them.
 
     The command never changes existing topics and never creates a topology's source topics. With --table, the command
     also creates the sink's tables, so `dedup sink` needs no permission to create tables.
@@ -578,8 +578,8 @@ def export_schemas(
     If `schema_registry.directory` names this directory, every command looks for schemas there before it asks the
     registry. Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The
     command exports the schemas of the subject `source.subject` or, if that is not set, of the subject TOPIC-value for
-    each source topic. If keys contain schema IDs, it also exports those of `source.key_subject` or TOPIC-key. Files of
-    earlier exports are kept.
+    each source topic. If keys contain schema IDs, it also exports the schemas of `source.key_subject` or TOPIC-key.
+    Files of earlier exports are kept.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 

@@ -153,9 +153,7 @@ def _refuse_untestable(file: Path, topology: Topology) -> None:
         text = "dedup chaos cannot make records for an ID function; test a copy whose tracking_id names a field"
         raise SettingsError([Problem(str(file), text)])
     if key_paths(topology.tracking_id.rule):
-        text = (
-            "dedup chaos makes no keys with members; test a copy whose tracking_id names a field instead of key: PATH"
-        )
+        text = "dedup chaos makes no keys with members; test a copy of the file that names a field instead of key: PATH"
         raise SettingsError([Problem(str(file), text)])
     if topology.source.is_memberwise:
         text = (

@@ -96,7 +96,7 @@ def check(
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
     error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
-    the command also compares the cluster's topics with those that each topology needs. If the source's values contain
+    the command also compares the cluster's topics with those that each topology needs. If values or keys contain
     schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each
     source topic's newest schema in the schema registry (subject `source.subject` or TOPIC-value; for members of keys,
     `source.key_subject` or TOPIC-key).
@@ -380,15 +380,15 @@ def try_records(
 
 
 def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:
-    """Return the topology's flow, or None if there is none or its code may not run, which the user is then told."""
+    """Return the topology's flow, or None if there is none. If its code may not run, return None and tell the user."""
     from dedup.flow_loader import load_flow
 
     if topology.then is None:
         return None
     if allow_code:
         return load_flow(topology.then)
-    said = f"the flow {topology.then.name} is not run, so where it sends the forwarded records is not shown"
-    typer.echo(f"{said}; --allow-code runs it", err=True)
+    said = f"the flow {topology.then.name} is not run, so the records that it yields are not shown"
+    typer.echo(f"{said}; to run it, pass --allow-code", err=True)
     return None
 
 

@@ -115,7 +115,7 @@ OutputInputs = Annotated[
 ]
 TableSchema = Annotated[
     str | None,
-    typer.Option(metavar="DDL", help="Columns to fill from the JSON value. Default: the columns key and value."),
+    typer.Option(metavar="DDL", help="Columns to fill from members of the value. Default: the columns key and value."),
 ]
 TableOrder = Annotated[
     str,

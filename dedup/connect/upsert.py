@@ -240,7 +240,7 @@ def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a
 
 
 def _floating(raw: Any, size: int) -> float:  # noqa: ANN401 - the bits, the bytes, or the number itself
-    """Return a floating-point number: Protobuf's reader gives its bits, Avro's its bytes, and the others itself."""
+    """Return a floating-point number. Protobuf's reader returns its bits, Avro's its bytes, and the others a float."""
     if isinstance(raw, float):
         return raw
     encoded: bytes = raw if isinstance(raw, bytes) else raw.to_bytes(size, "little")
@@ -257,7 +257,7 @@ def _nanoseconds(message: bytes) -> int:
             number, at = varint(message, at, len(message))
             parts[tag] = number if number < _INT64 else number - (1 << 64)
     except Damaged as damage:
-        raise TypeError(f"it is no {TIMESTAMP}: {damage}") from None
+        raise TypeError(f"it is not a valid {TIMESTAMP}: {damage}") from None
     return parts[_SECONDS] * 10**9 + parts[_NANOS]
 
 
@@ -266,7 +266,7 @@ def _instant(nanoseconds: int) -> str:
 
 
 def _after_epoch(nanoseconds: int) -> datetime:
-    # Databases keep microseconds at most.
+    # Databases store at most microseconds.
     return _EPOCH + timedelta(microseconds=nanoseconds // 1_000)
 
 

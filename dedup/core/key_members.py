@@ -23,7 +23,7 @@ _Headers = Sequence[tuple[str, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class KeyFormat:
-    """The format of records' keys. A key with a framing has its schema ID in the header or, without it, before it."""
+    """The format of records' keys. The schema ID of a framed key is in the header or, without it, before the key."""
 
     fmt: Format
     """Any format except csv and bytes."""

@@ -135,7 +135,7 @@ def _parsed(schema: SchemaText) -> Message | str:
 def _parse(schema: SchemaText) -> Message:
     whole = linked(schema)
     files: dict[str, _Types] = {}
-    by_text: dict[str, _Types] = {}  # importing one file by two names makes no two types of each of its types
+    by_text: dict[str, _Types] = {}  # a file that is imported by two names defines its types only once
     for name, text in whole.references:
         if name.startswith(_WELL_KNOWN_FILES):
             continue
@@ -405,7 +405,7 @@ class _Parser:
             scope = scope.rpartition(".")[0]
         if name[1:] in self.named and name.startswith("."):
             return self.named[name[1:]]
-        why = "and no file that it imports and refers to does" if self._files else _IMPORTABLE
+        why = "nor does a file that it both imports and refers to" if self._files else _IMPORTABLE
         return self._refuse(f"uses a type that it does not define: {name[:64]} ({why})")
 
     def _define(self, name: str, made: Message | None) -> None:

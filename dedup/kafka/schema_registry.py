@@ -400,7 +400,7 @@ class _Gathered:
 
     def _check(self, depth: int) -> None:
         if max(len(self.texts), len(self._begun)) > _MOST_REFERENCES or depth >= _DEEPEST_REFERENCE:
-            said = f"{_MOST_REFERENCES} other schemas, or over more than {_DEEPEST_REFERENCE} levels"
+            said = f"{_MOST_REFERENCES} other schemas, or through more than {_DEEPEST_REFERENCE} levels"
             raise SchemaRefused(f"refers to more than {said}")
         if self._chars > MOST_SCHEMA_CHARS:
             raise SchemaRefused(f"refers to schemas with more than {MOST_SCHEMA_CHARS:,} characters")
@@ -440,7 +440,7 @@ def _exported(document: Any) -> SchemaText:  # noqa: ANN401 - JSON
     text = document["schema"]
     references = tuple((each["name"], each["schema"]) for each in document.get(_REFERENCED, ()))
     if not all(isinstance(each, str) for each in (text, *chain.from_iterable(references))):
-        raise TypeError("a schema or the name of a reference is no text")
+        raise TypeError("a schema or the name of a reference is not text")
     if references:
         return LinkedSchema(text, references)
     if document.get("references"):  # written by dedup until 2026-11
@@ -571,7 +571,7 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     if settings.schema_registry.url is None:
         if source.needs_registry:
             SchemaRegistry.of(settings.schema_registry)  # refuses settings that name no schemas at all
-        said = "no schema registry was asked (`schema_registry.url`), so the types of members were not checked."
+        said = "`schema_registry.url` is not set, so no schema registry was asked and no types were checked."
         return [warning("schema_not_found", said, at=FORMAT)]
     registry = SchemaRegistry.of(settings.schema_registry)
     named = [(subject, source.format, FORMAT, schema_findings) for subject in source.subjects]

@@ -112,9 +112,9 @@ def _refuse_deleted_schemas(cut: AuditCut, rows: DataFrame) -> None:
         settled = f"verdict = 'dead_letter' AND reason = '{SCHEMA_UNKNOWN}' AND NOT (history OR pending OR doubtful)"
         for row in rows.where(f"{settled} AND coalesce(times_dead_letter, 0) = 0").select("source").take(1):
             raise StateIncompatible(
-                f"{row['source']}: the schema registry does not know the schema of this record, and no dead letter "
-                f"says so. Either the schema was deleted after the record was judged, or the dead letter was. Nothing "
-                f"can be audited until the schema is registered again, with the same ID, or is in "
+                f"{row['source']}: the schema registry does not know the schema of this record, and the record has no "
+                f"dead letter. Either the schema was deleted after the record was judged, or the dead letter was "
+                f"deleted. Nothing can be audited until the schema is registered again with the same ID, or is in "
                 f"`schema_registry.directory`."
             )
 

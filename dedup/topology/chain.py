@@ -138,8 +138,8 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     if any(isinstance(each, KeyFieldRule) for each in parts):
         keys = "null keys" if ingest.tracking_id is None else "the tracking ID itself as the key"
         text = (
-            f"tracking_id.key: {ingest.name} writes {keys}, which has no member: every record would become a dead "
-            f"letter. Use the same rule in both files."
+            f"tracking_id.key: {ingest.name} writes {keys}, so keys have no members, and every record would become a "
+            f"dead letter. Use the same rule in both files."
         )
         yield Finding("error", "key_without_members", text)
     if HeaderRule(_ID_HEADER) in parts and ingest.tracking_id is not None:

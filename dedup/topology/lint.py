@@ -55,7 +55,7 @@ _CHANGES: Final[Mapping[Format, str]] = {
 """Maps each format to the possible differences between the bytes of two values with the same content."""
 _KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
     ("json_schema", "avro", "protobuf"),
-    "the schema ID in the framing changes the key's bytes with each version of the schema",
+    "keys contain the schema ID, so their bytes differ between versions of the schema",
 )
 """Maps each format with a framing to the reason why keys with an equal member have different bytes."""
 
@@ -192,7 +192,7 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
     if several and topology.source.partitioned_by_tracking_id and not has_key(rule):
         yield warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
     if topology.direct and key_paths(rule) and not has_key(rule):
-        differs = _KEYS_DIFFER.get(topology.source.key_format, "keys with an equal member may differ in other bytes")
+        differs = _KEYS_DIFFER.get(topology.source.key_format, "keys with an equal member may have different bytes")
         text = (
             f"source.partitioned_by: tracking_id with key: PATH: {differs}, and producers choose the partition by the "
             f"bytes of the key. Equal IDs in different partitions are not found. Remove source.partitioned_by, unless "

@@ -395,7 +395,7 @@ def _key_format_fits(document: Document) -> Iterator[Problem]:
         text = f'"{document.get(at)}" is a member of the key and needs `source.key_format`, such as json or avro'
         yield Problem(document.place(at), f"{dotted(at)}: {text}; for the whole key, write true")
     if is_read and not members:
-        text = f"{written} has no effect without `key: PATH` in tracking_id, a member of the key; leave it out"
+        text = f"{written} has no effect, because tracking_id has no `key: PATH` (a member of the key); leave it out"
         yield _at_key(document, _KEY_FORMAT, text)
     if document.has(_KEY_SUBJECT) and not (is_read and written in TYPED):
         yield _at_key(document, _KEY_SUBJECT, "needs `source.key_format: avro` or `protobuf`")

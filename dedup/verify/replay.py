@@ -42,7 +42,7 @@ WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topi
 WHY_SCHEMA: Final = "the schema registry did not know their schema when they were judged, and knows it now"
 WHY_SCHEMA_GONE: Final = "the schema registry no longer knows their schema, so they cannot be judged again"
 WHY_AFTER_SCHEMA_GONE: Final = (
-    "an earlier record whose schema is gone may have the same ID, or may have made them late by advancing stream time"
+    "an earlier record with a deleted schema may have the same ID, or may have made them late by advancing stream time"
 )
 WHY_CLOCK: Final = "dead letters for a future event time, which only the worker's wall clock can confirm"
 WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
@@ -253,7 +253,7 @@ class TaskReplay:
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _unjudged(self, row: Row) -> None:
-        """Take a record with a deleted schema as it is: its ID is unknown, and so is its event time, perhaps."""
+        """Account for a record with a deleted schema. Its ID is unknown, and its event time may be unknown, too."""
         self.schema_gone, letter, late = True, row.odd.letter, row.odd.late
         self._unprovable(WHY_SCHEMA_GONE)
         if letter is not None:

@@ -83,7 +83,7 @@ class Books:
     late: int = 0
     dead_letters: int = 0
     unjudged: int = 0
-    """The number of records in ``not_provable`` whose verdict and result are unknown, as a schema was deleted."""
+    """The number of records in ``not_provable`` whose verdict and result are unknown, because a schema was deleted."""
     replayed: int = 0
     """The number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
@@ -190,8 +190,8 @@ class Report:
     def lacking(self) -> list[str]:
         """Return one sentence for each deleted schema: its ID, the number of its records, and the first of them."""
         return [
-            f"schema {schema} is gone, and {gone.records:,} records have it: {', '.join(gone.first)}"
-            + (", …" if gone.records > len(gone.first) else "")
+            f"schema {schema} was deleted; records with this schema: {gone.records:,} (first: {', '.join(gone.first)}"
+            + (", …)" if gone.records > len(gone.first) else ")")
             for schema, gone in self.schemas_gone.items()
         ]
 

@@ -110,7 +110,7 @@ class FlowCollector(RecordCollector):
 
         Raises RecordFailed if the flow fails and the topology says `on_error: stop`. Raises TopologyError if the flow
         takes more than `most_s` for the batch; otherwise, the group would expel the worker, and the batch would be
-        judged again for ever.
+        judged again forever.
         """
         began_s, calls = time.perf_counter() - sum(self.spent_s), 0
         verdicts = dict(outcome.exempt)
@@ -137,10 +137,10 @@ class FlowCollector(RecordCollector):
     def _too_slow(self, place: str, took_s: float, calls: int) -> TopologyError:
         name = getattr(self.flow.function, "__qualname__", "the function")
         text = (
-            f"{place}: the flow's function {name} took {took_s:.1f} s for {calls} records of one batch, which is more "
-            f"than {FLOW_SHARE:.0%} of `session_timeout`. Meanwhile, the worker sends no heartbeat, so the group would "
-            f"expel it and the batch would be judged again. Nothing of the batch was committed. Make the function "
-            f"faster, or raise `session_timeout` in the config file."
+            f"{place}: the flow's function {name} took {took_s:.1f} s for {calls} records of one batch, more than "
+            f"{FLOW_SHARE:.0%} of `session_timeout`. While the flow runs, the worker sends no heartbeat, so the group "
+            f"would expel the worker, and the batch would be judged again. Nothing of the batch was committed. "
+            f"Make the function faster, or raise `session_timeout` in the config file."
         )
         return TopologyError([Problem("then", text)])
 

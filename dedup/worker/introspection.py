@@ -588,7 +588,7 @@ def _unframed(rule: Rule, name: str, text: str) -> list[_Record]:
             return [(None, text.encode(), [])]
         case FirstOfRule() | CodeRule() | KeyFieldRule():
             raise InvariantBroken(
-                "the alternatives of an ID, and what a function returns, and members of keys are looked up one by one."
+                "the alternatives of an ID, the results of a function, and members of keys are looked up one by one."
             )
         case never:
             assert_never(never)

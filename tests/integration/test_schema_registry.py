@@ -158,7 +158,7 @@ def test_bad_framing_and_unknown_schemas_are_dead_letters_which_verify_understan
         said = " ".join(dedup(job, "verify", DEDUP_SCHEMA_REGISTRY__URL=url).split())  # the lines are wrapped
         gone = 4 if fmt == "avro" else 5  # Two were judged; the others are dead letters because of their values.
         assert f"not provable, {gone} records: the schema registry no longer knows their schema" in said
-        assert f"is gone, and {gone} records have it: {topic}/0 offset " in said
+        assert f"was deleted; records with this schema: {gone} (first: {topic}/0 offset " in said
         assert f"{topic}/0 offset 0, {topic}/0 offset 1" in said
         assert f"lost 0 duplicated 0 not provable {gone}" in said
     with saying(None, 401) as url:  # nobody has said that the schema is gone
@@ -219,14 +219,14 @@ def test_records_of_a_deleted_schema_are_not_provable_and_the_others_are_verifie
     config["schema_registry"] = {"directory": str(schemas)}
     job.config_file.write_text(json.dumps(config))
     said = dedup(job, "verify", "--report", str(page))
-    assert f"schema {gone} is gone, and 10 records have it: {topic}/" in said
+    assert f"schema {gone} was deleted; records with this schema: 10 (first: {topic}/" in said
     report = json.loads(page.with_suffix(".json").read_text())
     assert (report["passed"], sum(books["unjudged"] for books in report["books"])) == (True, 10)
     assert (report["schemas_gone"][gone]["records"], len(report["schemas_gone"][gone]["first"])) == (10, 5)
     # Only what may repeat a record of the old schema is in doubt. Two feeds do not reach the later time together.
     itself, after = report["not_provable"].values()
     assert (itself, after) == (10, 20) if hops == "direct" else (itself == 10 and 20 <= after <= 60)
-    assert f"schema {gone} is gone, and 10 records have it" in page.read_text()
+    assert f"schema {gone} was deleted; records with this schema: 10 (first: " in page.read_text()
     job.producer.produce(job.output, new[59], partition=1, timestamp=times_ms[59])
     assert job.producer.flush(WITHIN_S) == 0
     assert "lost 0  duplicated 1  not provable" in dedup(job, "verify", code=4)

@@ -196,7 +196,7 @@ class TestTry:
         path = self.with_flow(tmp_path, "raise SystemExit('it ran')")
         code, output = dedup("try", path, "-", NOW, given='{"id":1}\n')
         assert (code, "it ran" in output) == (0, False)
-        assert ":flow is not run, so where it sends the forwarded records is not shown; --allow-code runs it" in output
+        assert ":flow is not run, so the records that it yields are not shown; to run it, pass --allow-code" in output
         assert "--allow-code" not in dedup("try", path, "-", NOW, "--allow-code", given='{"id":1}\n')[1]
 
     def test_what_the_flow_yields_is_shown(self, tmp_path):

@@ -309,7 +309,7 @@ def test_imported_files_are_those_that_the_schema_refers_to(form):
         (
             'import "a.proto"; message M { B b = 1; }',  # a.proto imports b.proto, but not publicly
             [("b.proto", "message B {}"), ("a.proto", 'import "b.proto"; message A { optional B b = 1; }')],
-            "uses a type that it does not define: B (and no file that it imports and refers to does)",
+            "uses a type that it does not define: B (nor does a file that it both imports and refers to)",
         ),
         ("message M { optional A a = 1; }", [("a.proto", "message A {}")], "uses a type that it does not define: A"),
         ('import "a.proto"; message A {}', [("a.proto", "message A {}")], "defines A twice"),

@@ -80,7 +80,7 @@ def test_the_formats(fmt):
         (
             "key: true",
             "key_format: json",
-            "3:23: source.key_format: json has no effect without `key: PATH` in tracking_id, a member of the key; leave it out",
+            "3:23: source.key_format: json has no effect, because tracking_id has no `key: PATH` (a member of the key); leave it out",
         ),
         (
             "key: id",
@@ -152,7 +152,7 @@ def test_equal_members_may_be_in_several_partitions(rule):
     declared = topology(rule, "key_format: avro, partitioned_by: tracking_id")
     assert declared.direct
     (found,) = [each for each in lint(declared) if each.code == "partitioned_by_key_bytes"]
-    assert "the schema ID in the framing changes the key's bytes with each version of the schema" in found.text
+    assert "keys contain the schema ID, so their bytes differ between versions of the schema" in found.text
     assert found.weak
     (found,) = [each for each in lint(topology(rule, "key_format: json, partitioned_by: tracking_id")) if each.weak]
     assert "keys with an equal member may differ in other bytes" in found.text
