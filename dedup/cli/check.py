@@ -246,7 +246,7 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     from dedup.topology.lint import Finding, lint
 
     if isinstance(topology, Ingest):
-        text = "--broker skips ingest files: `dedup ingest` creates the topics it needs, or says what differs."
+        text = "--broker skips ingest files; `dedup apply --dry-run` shows which of their topics are missing or differ."
         return lint_ingest(topology) + ([] if settings is None else [Finding("warning", "not_compared", text)])
     if settings is None:
         return lint(topology)

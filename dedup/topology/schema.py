@@ -286,8 +286,8 @@ class SourceFile(Keys):
     """With format csv, the character between the cells. Default: comma."""
     key_format: _KeyFormat = Field(
         default="bytes",
-        description="Format of keys. The formats are those of values, and are only needed if the ID is a member of the "
-        "key (`key: PATH` in tracking_id). With json_schema, avro, and protobuf, the schema ID is in the header "
+        description="Format of keys. Set it only if the ID is a member of the key (`key: PATH` in tracking_id). Keys "
+        "are read like values of the same format. With json_schema, avro, and protobuf, the schema ID is in the header "
         "__key_schema_id if the record has this header, and otherwise in the first 5 bytes of the key. With avro and "
         "protobuf, the schema is in the schema registry. With bytes, keys are not parsed.",
     )
