@@ -218,7 +218,7 @@ class Cut:
     @property
     def names_schemas(self) -> bool:
         """True if the records' schemas are in a schema registry, which may have lost some."""
-        return self.topology.source.names_schemas
+        return self.topology.source.needs_registry
 
     def whole(self, topic: str) -> bool:
         """Return whether every partition of a topic still contains its first record."""

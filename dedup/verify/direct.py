@@ -277,9 +277,10 @@ def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: i
         if own is not None and not holds(Source(0, partition, offset))
     ]
     for at, fault in extracted.faults.items():
-        value, source = columns.values[at], Source(0, partition, columns.offsets[at])
-        if fault.code == SCHEMA_UNKNOWN and value is not None and not holds(source):
-            cut.report.schema_gone(schema_named(cut.plan, value, columns.headers[at]), cut.plan.place(source))
+        source = Source(0, partition, columns.offsets[at])
+        if fault.code == SCHEMA_UNKNOWN and not holds(source):
+            schema = schema_named(cut.plan, columns.keys[at], columns.values[at], columns.headers[at])
+            cut.report.schema_gone(schema, cut.plan.place(source))
     ids = [own for *_, own in rows]
     sampled = cut.sampled(ids, ids)
     judged.add(places_of(ids, ids)[sampled], [[rows[at][column] for at in sampled.tolist()] for column in range(4)])

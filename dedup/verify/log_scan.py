@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.formats import SCHEMA_UNKNOWN
-from dedup.core.framing import FRAMING_FAULTS, named, split
+from dedup.core.framing import FRAMING_FAULTS, SchemaRef, named, schema_of
 from dedup.core.reference_model import Feed, ModelFault, ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.topology.model import LateForward, Topology
@@ -271,26 +271,24 @@ class _Batch:
 
     def schema_gone(self, plan: Plan, at: int) -> str:
         """Return the schema ID of a record that was judged with a schema that is now unknown, or an empty string."""
-        fault, letter, value = (
-            self.extracted.faults.get(at),
-            self.letters.get(self.sources[at]),
-            self.columns.values[at],
-        )
-        if fault is None or fault.code != SCHEMA_UNKNOWN or value is None:
+        fault, letter = self.extracted.faults.get(at), self.letters.get(self.sources[at])
+        if fault is None or fault.code != SCHEMA_UNKNOWN:
             return ""
         if letter is not None and letter.reason in _NEEDS_NO_SCHEMA:
             return ""
-        return schema_named(plan, value, self.columns.headers[at])
+        return schema_named(plan, self.columns.keys[at], self.columns.values[at], self.columns.headers[at])
 
     @staticmethod
     def _replayed(plan: Plan, headers: Headers) -> bool:
         return parse_source(header(headers, REPLAYED_HEADER), plan.topology.source.topics) is not None
 
 
-def schema_named(plan: Plan, value: bytes, headers: Headers) -> str:
-    """Return the ID of the schema that a value with an intact framing names."""
-    recipe = plan.extract.recipe
-    return named(split(recipe.schema_id, value, headers, indexed=recipe.indexed)[0])
+def schema_named(plan: Plan, key: bytes | None, value: bytes | None, headers: Headers) -> str:
+    """Return the ID of the unknown schema that the framing of a record's value or key names."""
+    source = plan.topology.source
+    refs = [ref for ref in source.schema_refs([key], [value], [headers]) if ref is not None]
+    known: Mapping[SchemaRef, object] = source.schemas or {}
+    return named(next((ref for ref in refs if known.get(schema_of(ref)) is None), refs[0]))
 
 
 def stream_times(

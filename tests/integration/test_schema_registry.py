@@ -284,6 +284,11 @@ def test_equal_members_of_keys_of_two_schema_versions_are_one_id(
     assert "schema_not_found" not in said
     schemas = job.directory / "schemas"
     assert f"{topic}-key: 2 versions" in dedup(job, "schemas export", str(schemas))
+    gone = str(int.from_bytes(first[0][1:5], "big"))
+    (schemas / f"{gone}.json").unlink()
+    config = json.loads(job.config_file.read_text()) | {"schema_registry": {"directory": str(schemas)}}
+    job.config_file.write_text(json.dumps(config))
+    assert f"schema {gone} is gone, and 302 records have it" in dedup(job, "verify")
 
 
 @pytest.mark.parametrize(("fmt", "hops"), [("avro", "direct"), ("protobuf", "repartitioned")])
