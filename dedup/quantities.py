@@ -80,3 +80,8 @@ def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
     if space:
         raise ValueError(f'"{text}" contains a space; write "{number}{unit}"')
     return int(number) * units[unit]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as ``1 record`` or ``1,204 records``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -31,6 +31,7 @@ from dedup.cli.inputs import (
     time_of,
 )
 from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.quantities import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +156,7 @@ def _apply_ingest(path: Path, settings: Settings, *, dry_run: bool, as_json: boo
 
 
 def _say_applied(plan: TopicPlan, more: Mapping[str, object], *, dry_run: bool, as_json: bool) -> None:
-    lines = [f"{_counted(len(plan.make), 'topic')} created"] if plan.make and not dry_run else []
+    lines = [f"{counted(len(plan.make), 'topic')} created"] if plan.make and not dry_run else []
     say({"dry_run": dry_run, **asdict(plan), **more}, lines, as_json=as_json)
 
 
@@ -182,8 +183,8 @@ def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
     for topic in plan.make:
         count = "the brokers' default number of partitions"
         if topic.partitions > 0:
-            count = _counted(topic.partitions, "partition")
-        factor = "" if topic.replication_factor < 0 else f", {_counted(topic.replication_factor, 'replica')}"
+            count = counted(topic.partitions, "partition")
+        factor = "" if topic.replication_factor < 0 else f", {counted(topic.replication_factor, 'replica')}"
         typer.echo(f"{'would create' if dry_run else 'create'} {topic.name}: {count}{factor}")
         if topic.configs:
             typer.echo(packed("   ", (f"{key}={value}" for key, value in sorted(topic.configs.items()))))
@@ -193,10 +194,6 @@ def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
         typer.echo(f"differs {each.topic}: {each.what} is {each.found}; apply would create it with {each.wanted}")
     if not plan.make:
         typer.echo("nothing to create")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def status(
@@ -302,7 +299,7 @@ def _reset_local(topology: Topology, settings: Settings, *, yes: bool) -> None:
     if not yes:
         _ask_to_delete(_places(found), "Workers then restore this state from the changelog.")
     delete_local_state(found)
-    typer.echo(f"local state of {len(found)} partitions deleted; workers restore it from the changelog")
+    typer.echo(f"local state of {counted(len(found), 'partition')} deleted; workers restore it from the changelog")
 
 
 def _ask_to_delete(doomed: Sequence[str], consequence: str) -> None:
@@ -420,7 +417,7 @@ def replay(
     done = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     target = plan.output or "their source partitions"
     lines = [
-        f"{_counted(done.sent, 'record')} of {plan.topic} sent to {target}",
+        f"{counted(done.sent, 'record')} of {plan.topic} sent to {target}",
         *(f"left {text}" for text in done.left),
     ]
     say({"topic": plan.topic, "sent": done.sent, "left": done.left}, lines, as_json=as_json)

@@ -15,6 +15,7 @@ import typer
 
 from dedup.cli.inputs import ConfigOption, SetOption, read_both, read_ingest, read_settings
 from dedup.errors import Problem, SettingsError, TaskMigrated
+from dedup.quantities import counted
 
 if TYPE_CHECKING:
     from dedup.connect.source_connector import OpenSource
@@ -58,8 +59,8 @@ def ingest(
     for text in done.waiting:
         typer.echo(text, err=True)
     typer.echo(
-        f"{parsed.name}: {done.records:,} records to {parsed.topic}, {done.dead_letters:,} dead letters, "
-        f"{done.transactions:,} transactions"
+        f"{parsed.name}: {counted(done.records, 'record')} to {parsed.topic}, "
+        f"{counted(done.dead_letters, 'dead letter')}, {counted(done.transactions, 'transaction')}"
     )
 
 
@@ -96,8 +97,8 @@ def sink(
     numbers = None if partitions is None else _numbers(partitions)
     done = _run(run_sink(parsed, spec, settings, partitions=numbers, exit_when_done=exit_when_done))
     typer.echo(
-        f"{spec.table}: {done.inserted:,} rows inserted, {done.updated:,} updated, {done.unchanged:,} unchanged, "
-        f"{done.dead_letters:,} dead letters, {done.transactions:,} transactions"
+        f"{spec.table}: {counted(done.inserted, 'row')} inserted, {done.updated:,} updated, {done.unchanged:,} "
+        f"unchanged, {counted(done.dead_letters, 'dead letter')}, {counted(done.transactions, 'transaction')}"
     )
 
 

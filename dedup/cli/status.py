@@ -24,7 +24,7 @@ from dedup.errors import DedupError, Problem, SettingsError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.wire import NoAnswer, TopicPartition
-from dedup.quantities import instant
+from dedup.quantities import counted, instant
 from dedup.worker.layout import read_layout
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
@@ -391,7 +391,7 @@ def table(seen: dict[str, Any], width: int) -> RenderableType:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
             lines.append(f"{what}: {counts}, since the responding workers started")
     if filtered := sum(task.get("filtered") or 0 for task in seen["tasks"]):
-        lines.append(f"filtered by the flow: {filtered:,} records, since the responding workers started")
+        lines.append(f"filtered by the flow: {counted(filtered, 'record')}, since the responding workers started")
     return Lines(*lines, *(f"attention: {alert}" for alert in seen["alerts"]))
 
 

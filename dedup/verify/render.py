@@ -10,6 +10,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from dedup.quantities import counted
 from dedup.verify.report import MEANINGS, VERDICTS, Books, Report, Timeline
 
 _SHOWN_ON_THE_TERMINAL: Final = 20
@@ -69,7 +70,9 @@ def print_report(report: Report, console: Console) -> None:
     if hidden > 0:
         console.print(f"… and {hidden:,} more; a report file (--report) has up to 100 of each kind")
     for reason, number in report.not_provable.items():
-        console.print(f"not provable, {number:,} records: {reason}", style="yellow", markup=False, highlight=False)
+        console.print(
+            f"not provable, {counted(number, 'record')}: {reason}", style="yellow", markup=False, highlight=False
+        )
     for sentence in report.lacking():
         console.print(sentence, style="yellow", markup=False, highlight=False)
     console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)

@@ -153,7 +153,7 @@ def test_bad_framing_and_unknown_schemas_are_dead_letters_which_verify_understan
     dedup(job, "verify")
     with saying(FIRST[fmt]) as url:  # the schema has come since
         why = "the schema registry did not know" if hops == "direct" else "dead letters of the repartition step"
-        assert f"not provable, 1 records: {why}" in dedup(job, "verify", DEDUP_SCHEMA_REGISTRY__URL=url)
+        assert f"not provable, 1 record: {why}" in dedup(job, "verify", DEDUP_SCHEMA_REGISTRY__URL=url)
     with saying(None) as url:  # the schema of the records that were judged is gone
         said = " ".join(dedup(job, "verify", DEDUP_SCHEMA_REGISTRY__URL=url).split())  # the lines are wrapped
         gone = 4 if fmt == "avro" else 5  # Two were judged; the others are dead letters because of their values.
