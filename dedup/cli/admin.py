@@ -133,7 +133,11 @@ async def _plan(topology: Topology, settings: Settings, admin: Admin) -> TopicPl
         return plan
     from dedup.connect.sink_connector import plan_dead_letter
 
-    return plan_dead_letter(sink, settings, have, plan)
+    planned = plan_dead_letter(sink, settings, have, plan)
+    if planned is plan:
+        text = f"not created: {sink.dead_letter}, because the topic {sink.topic!r} of `sink.topic` does not exist yet"
+        typer.echo(f"{text}; run `dedup apply` again when it does, or correct `sink.topic`", err=True)
+    return planned
 
 
 def _apply_ingest(path: Path, settings: Settings, *, dry_run: bool, as_json: bool) -> None:
@@ -594,7 +598,8 @@ def export_schemas(
     registry = SchemaRegistry.of(settings.schema_registry.model_copy(update={"directory": None}))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        subjects = (*parsed.source.subjects, *parsed.source.key_subjects)
+        values = parsed.source.subjects if parsed.source.names_schemas else ()
+        subjects = (*values, *parsed.source.key_subjects)
         counts = {subject: registry.export(subject, directory) for subject in subjects}
     except OSError as error:
         raise SettingsError([Problem(str(directory), f"cannot be written: {error.strerror}")]) from error

@@ -127,7 +127,8 @@ def _dead_letter(spec: SinkSpec, settings: Settings, partitions: int, most_bytes
 def plan_dead_letter(spec: SinkSpec, settings: Settings, have: Mapping[str, Topic], plan: TopicPlan) -> TopicPlan:
     """Return the plan with the dead-letter topic of a sink added.
 
-    Raises StateIncompatible if the topic that the sink reads neither exists nor is in the plan.
+    The plan stays as it is if the topic that the sink reads neither exists nor is in the plan: the number of partitions
+    is unknown until then.
     """
     exists, made = have.get(spec.topic), next((topic for topic in plan.make if topic.name == spec.topic), None)
     if exists is not None:
@@ -135,7 +136,7 @@ def plan_dead_letter(spec: SinkSpec, settings: Settings, have: Mapping[str, Topi
     elif made is not None:
         wanted = _dead_letter(spec, settings, made.partitions, int(made.configs["max.message.bytes"]))
     else:
-        raise StateIncompatible(f"topic {spec.topic!r} does not exist. Create it, or correct `sink.topic`.")
+        return plan
     return plan.with_topics([wanted], have)
 
 

@@ -48,6 +48,8 @@ ID: Final = "tracking_id"
 TIME: Final = "event_time_ms"
 _INT64: Final = 1 << 63
 _MOST_DIGITS: Final = 20
+_MOST_PLACES: Final = 2_500
+"""The largest number of digits, and the largest exponent, of a number in a column; an Avro decimal may have 2,466."""
 _KINDS: Final[Mapping[type, str]] = {
     bool: "true or false",
     str: "text",
@@ -166,7 +168,7 @@ class RowMaker:
         for (name, _, _), kind, leaf in zip(self._columns, self._types, leaves, strict=True):
             try:
                 members.append(_plain_cell(leaf, kind) if is_csv else _plain_leaf(leaf, kind))
-            except (TypeError, ArithmeticError) as error:
+            except (TypeError, ValueError, ArithmeticError, Unreadable) as error:
                 return f"column {name}: {error}"
         return self._converted(members)
 
@@ -194,8 +196,9 @@ def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(cell, Absent):
         return None
     match kind:
-        case "integer" | "number":
-            return number_of(cell)
+        case "integer" | "number" | "json":
+            found = number_of(cell)
+            return _plain_number(found, kind) if isinstance(found, int | Number) else found
         case "boolean":
             return {"true": True, "false": False}.get(str(cell), cell)
         case _:
@@ -216,14 +219,30 @@ def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
         case Instant(nanoseconds):
             return _instant(nanoseconds)
         case Number():
-            exact = Decimal(leaf.text)
-            if kind == "text":
-                return f"{exact:f}"
-            return Number(str(int(exact))) if exact == exact.to_integral_value() else leaf
+            return _plain_number(leaf, kind)
+        case int() if kind == "json" and not isinstance(leaf, bool):
+            return _plain_number(leaf, kind)
         case Refused(name, raw):
-            return _refused_by_ids(name, raw)
+            found = _refused_by_ids(name, raw)
+            return (
+                Number(repr(found)) if kind == "json" and isinstance(found, float) and math.isfinite(found) else found
+            )
         case _:
             return leaf
+
+
+def _plain_number(number: int | Number, kind: str) -> int | Number | str:
+    """Return a number as a column of this type takes it. Raises TypeError for a number with too many places."""
+    if isinstance(number, int):
+        return Number(str(number)) if kind == "json" else number
+    _, digits, exponent = number.parts()
+    if max(len(digits), abs(exponent)) > _MOST_PLACES:
+        raise TypeError(f"it is a number of more than {_MOST_PLACES:,} places")
+    exact = Decimal(number.text)
+    if kind == "text":
+        return f"{exact:f}"
+    is_whole = kind == "integer" and exact == exact.to_integral_value() and exact.adjusted() < _MOST_DIGITS
+    return Number(str(int(exact))) if is_whole else number
 
 
 def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a format
@@ -232,6 +251,8 @@ def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a
     if name in _FLOAT_BYTES and raw is not None:
         return _floating(raw, _FLOAT_BYTES[name])
     if name in _LOCAL_NS:
+        if name[:4] == "time" and not 0 <= raw * _LOCAL_NS[name] < _LOCAL_NS["date"]:
+            raise TypeError(f"it has the type {name}, but is no time of a day")
         moment = _after_epoch(raw * _LOCAL_NS[name])
         return (moment.date() if name == "date" else moment.time() if name[:4] == "time" else moment).isoformat()
     if name == TIMESTAMP and isinstance(raw, bytes):
@@ -307,7 +328,7 @@ def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
 _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "text": _only(lambda value: type(value) is str, "text"),
     "integer": _only(lambda value: type(value) is int and -_INT64 <= value < _INT64, "an integer of at most 64 bits"),
-    "number": _only(lambda value: type(value) in {int, float} and math.isfinite(value), "a number", float),
+    "number": _only(lambda value: type(value) in {int, float} and math.isfinite(value), "a finite number", float),
     "boolean": _only(lambda value: type(value) is bool, "true or false"),
     "time": _only(
         lambda value: type(value) is str and rfc3339_ms(value) is not None, "a time such as 2024-01-31T00:00:00Z"

@@ -8,11 +8,12 @@ are boolean schemas, `type`, `enum`, `const`, `$ref` within the document, `allOf
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 from urllib.parse import unquote
 
 from dedup.core.event_time import FieldTime
-from dedup.core.framing import SchemaRefused
+from dedup.core.framing import MOST_SCHEMA_CHARS, SchemaRefused
 from dedup.core.tracking_id import Path
 
 _FRACTION: Final = "fraction"
@@ -21,6 +22,7 @@ _ANY: Final = frozenset({"null", "boolean", "string", "array", "object"}) | _NUM
 _NONE: Final = frozenset[str]()
 _TYPES: Final = {**{name: frozenset({name}) for name in _ANY - {_FRACTION}}, "number": _NUMBER}
 _CONTAINERS: Final = frozenset({"array", "object"})
+_POSITION: Final = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 _DEEPEST: Final = 64
 """The number of nested schemas and references after which a member may have any type."""
 
@@ -32,6 +34,8 @@ def json_types(text: str, path: Path, time: FieldTime | None, *, containers: boo
     given, an event time. An ID takes objects and arrays only if ``containers`` is true. A member that may have any type
     has only the type "any", which is usable. Raises SchemaRefused if the text is not a JSON Schema.
     """
+    if len(text) > MOST_SCHEMA_CHARS:
+        raise SchemaRefused(f"has {len(text):,} characters, more than {MOST_SCHEMA_CHARS:,}")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,8 +103,8 @@ class _Types:
         here = self._root
         for step in unquote(reference).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(here, list) and name in (positions := [str(index) for index in range(len(here))]):
-                here = here[positions.index(name)]
+            if isinstance(here, list) and _POSITION.fullmatch(name) and int(name) < len(here):
+                here = here[int(name)]
             elif isinstance(here, dict) and name in here and not self._has_own_base(here):
                 here = here[name]
             else:

@@ -25,6 +25,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
+from dedup.core.formats import TYPED
 from dedup.core.framing import (
     MOST_SCHEMA_CHARS,
     LinkedSchema,
@@ -577,7 +578,14 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     named = [(subject, source.format, FORMAT, schema_findings) for subject in source.subjects]
     named += [(subject, source.key_format, KEY_FORMAT, key_schema_findings) for subject in source.key_subjects]
     for subject, fmt, at, findings_of in named:
-        found = registry.latest(subject)
+        try:
+            found = registry.latest(subject)
+        except RegistryUnavailable as error:
+            if fmt in TYPED:
+                raise
+            # Values are read without the schema, so the check of members is all that is missing.
+            findings.append(warning("schema_not_found", f"{error} The types of members were not checked.", at=at))
+            continue
         if found is None:
             said = f"the schema registry has no subject {subject}, so the types of members were not checked."
             findings.append(warning("schema_not_found", said, at=at))

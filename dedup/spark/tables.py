@@ -221,13 +221,12 @@ def _with_members(known: DataFrame, topology: Topology, payload: t.StructType) -
 
 def _members(kind: t.DataType, fmt: Format, at: Path = ()) -> Iterator[SinkColumn]:
     """Yield the members of a type, in the order in which `_json_text` takes their values."""
-    exact = fmt in {"avro", "cbor", "csv"}  # the formats with decimals
     match kind:
         case t.StructType():
             for field in kind.fields:
                 yield from _members(field.dataType, fmt, (*at, field.name))
         case t.DecimalType():
-            yield SinkColumn(format_path(at), at, "text" if exact else "number")
+            yield SinkColumn(format_path(at), at, "json")  # which keeps every digit
         case _ if type(kind) in _MEMBER_TYPES:
             yield SinkColumn(format_path(at), at, _MEMBER_TYPES[type(kind)])
         case _:
@@ -241,7 +240,7 @@ def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
         inner = [f"{json.dumps(field.name)}:{_json_text(field.dataType, values)}" for field in kind.fields]
         return f"{{{','.join(inner)}}}"
     value = next(values)
-    return value if isinstance(kind, t.DecimalType) and isinstance(value, str) else json.dumps(value)
+    return str(value) if isinstance(kind, t.DecimalType) and value is not None else json.dumps(value)
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:

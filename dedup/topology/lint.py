@@ -60,9 +60,6 @@ _KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
 """Maps each format with a framing to the reason why keys with an equal member have different bytes."""
 
 
-"""The members that a topology names: the key of the topology file, the path, and the event time that is read there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A problem that must be fixed (an error), or a risk that the author should know about (a warning)."""

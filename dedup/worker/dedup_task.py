@@ -430,6 +430,7 @@ class DedupTask(TaskWork):
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """Implement `TaskWork.judge`."""
+        self.collector.begin()
         judged = self._judged_in(_MOST_FOLDS, batch, refusals)
         if judged is not None:
             return judged

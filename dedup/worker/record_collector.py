@@ -252,6 +252,9 @@ class RecordCollector:
         late = self.routes.late
         return SideTopics(self.routes.dead_letter.topic, None if late is None else late.topic)
 
+    def begin(self) -> None:  # only a flow has something to forget
+        """Prepare for the next batch."""
+
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:

@@ -16,7 +16,8 @@ import fastavro
 import msgspec
 import pytest
 
-from dedup.connect.upsert import RowMaker
+from dedup.connect.upsert import RowMaker, _plain_leaf
+from dedup.core.avro import avro_reader
 from dedup.errors import TopologyError
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.wire import TopicPartition
@@ -158,6 +159,40 @@ def test_each_type_of_avro_has_a_value_in_a_column(column, expected):
 )
 def test_a_member_of_another_type_is_said_with_its_column(column, said):
     assert of("avro", avro_value(), f"c: {column}") == said
+
+
+@pytest.mark.parametrize(
+    ("exponent", "kind", "found"),
+    [
+        (2, "integer", 100),
+        (2, "text", "100"),
+        (30, "integer", "column c: it is a number, not an integer of at most 64 bits"),
+        (300, "number", 1e300),
+        (400, "number", "column c: it is a number, not a finite number"),
+        (5_000, "number", "column c: it is a number of more than 2,500 places"),
+        (5_000, "integer", "column c: it is a number of more than 2,500 places"),
+        (1_000_000, "text", "column c: it is a number of more than 2,500 places"),
+        (-1_000_000, "text", "column c: it is a number of more than 2,500 places"),
+        (1 << 62, "number", "column c: "),
+    ],
+)
+def test_a_short_value_that_means_a_long_number_costs_nothing(exponent, kind, found):
+    """Was: eleven bytes of CBOR stopped the sink, again after each start."""
+    value = cbor2.dumps({"x": cbor2.CBORTag(4, [exponent, 1])})
+    said = of("cbor", value, f"c: {{field: x, type: {kind}}}")
+    assert said.startswith(found) if isinstance(found, str) and found.startswith("column") else said == [found]
+
+
+@pytest.mark.parametrize("hours", [-1, 24, 25])
+def test_a_time_that_is_not_of_a_day_is_a_dead_letter(hours):
+    ms = hours * 3_600_000
+    schema = '{"type": "record", "name": "R", "fields": [{"name": "h", "type": {"type": "int", "logicalType": "time-millis"}}]}'
+    raw = io.BytesIO()
+    plain = {"type": "record", "name": "R", "fields": [{"name": "h", "type": "int"}]}
+    fastavro.schemaless_writer(raw, fastavro.parse_schema(plain), {"h": ms})
+    (leaf,) = avro_reader(schema, (("h",),), None).read(raw.getvalue())
+    with pytest.raises(TypeError, match="is no time of a day"):
+        _plain_leaf(leaf, "text")
 
 
 def test_an_integral_decimal_fits_an_integer():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 import fastavro
+import msgspec
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
@@ -272,6 +273,20 @@ def test_members_of_avro_values_become_columns(spark):
     assert [each.reason for each in found.rejected.collect()] == ["schema_mismatch"]
     with pytest.raises(SettingsError, match=r"--schema: to\.lines array<int>: a value of format avro has no member"):
         table_rows(records(spark, *rows), topology, schema="to STRUCT<lines: ARRAY<INT>>", order="event_time")
+
+
+def test_a_decimal_keeps_its_digits_and_a_cell_cannot_become_another_member(spark):
+    """Was: integers of MessagePack went through floats, and text was put into JSON without quotes."""
+    packed = msgspec.msgpack.encode({"id": "o1", "n": 9007199254740993})
+    rows = records(spark, (b"k", packed, None, 5, "orders.unique", 0, 0))
+    found = table_rows(rows, of_format("msgpack", ""), schema="n DECIMAL(38,0)", order="offset")
+    assert [int(row.n) for row in found.rows.collect()] == [9007199254740993]
+    evil = b'o1,"1,""who"":""mallory""",bob\n'
+    rows = records(spark, (b"k", evil, None, 5, "orders.unique", 0, 0))
+    topology = of_format("csv", "columns: [id, amount, who]")
+    found = table_rows(rows, topology, schema="who STRING, amount DECIMAL(10,2)", order="offset")
+    assert [(row.who, row.amount) for row in found.rows.collect()] in ([], [("bob", None)])
+    assert all(each.reason == "schema_mismatch" for each in found.rejected.collect())
 
 
 def test_csv_cells_become_columns(spark):
