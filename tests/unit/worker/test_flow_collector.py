@@ -187,3 +187,19 @@ def test_a_refused_batch_of_one_record_s_outputs_is_tried_again_and_condemns_it_
     assert (refusals.rows, refusals.cuts) == ({}, {})
     assert refusals.learn(refused, SideTopics("dead", None)) is None
     assert (refusals.rows, refusals.cuts) == ({("eu", 5): "too large"}, {})
+
+
+def test_a_batch_that_is_judged_in_pieces_calls_the_flow_once_for_each_record(topology):
+    """Was: with four failures in a batch the flow ran nearly twice, and its time was counted anew for each piece."""
+    body = """
+    globals().setdefault("CALLS", []).append(value["id"])
+    if value["id"] < 4:
+        raise ValueError
+    yield record
+    """
+    with TopologyTestDriver(topology(body), now=NOW) as driver:
+        driver.feed(*({"id": number} for number in range(300)))
+        assert driver.verdicts == {"unique": 296, "dead_letter": 4}
+        assert len(driver.read_output()) == 296
+    (calls,) = [each.CALLS for each in list(sys.modules.values()) if getattr(each, "CALLS", None)]
+    assert sorted(calls) == list(range(300))
