@@ -83,7 +83,7 @@ def test_a_stream_waits_for_the_registry_and_backfill_and_audit_agree(
     def deleted_since(_: bytes) -> None:
         return None
 
-    with pytest.raises(StateIncompatible, match="until the schema is registered again, with the same ID"):
+    with pytest.raises(StateIncompatible, match="until the schema is registered again with the same ID"):
         audit(spark, job.topology.knowing(SchemaBook(deleted_since)), settings)
 
 
