@@ -134,9 +134,10 @@ async def _plan(topology: Topology, settings: Settings, admin: Admin) -> TopicPl
     from dedup.connect.sink_connector import plan_dead_letter
 
     planned = plan_dead_letter(sink, settings, have, plan)
-    if planned is plan:
+    if planned is None:
         text = f"not created: {sink.dead_letter}, because the topic {sink.topic!r} of `sink.topic` does not exist yet"
         typer.echo(f"{text}; run `dedup apply` again when it does, or correct `sink.topic`", err=True)
+        return plan
     return planned
 
 

@@ -124,11 +124,13 @@ def _dead_letter(spec: SinkSpec, settings: Settings, partitions: int, most_bytes
     return wanted_topic(settings, spec.dead_letter, partitions, configs)
 
 
-def plan_dead_letter(spec: SinkSpec, settings: Settings, have: Mapping[str, Topic], plan: TopicPlan) -> TopicPlan:
+def plan_dead_letter(
+    spec: SinkSpec, settings: Settings, have: Mapping[str, Topic], plan: TopicPlan
+) -> TopicPlan | None:
     """Return the plan with the dead-letter topic of a sink added.
 
-    The plan stays as it is if the topic that the sink reads neither exists nor is in the plan: the number of partitions
-    is unknown until then.
+    The result is None if the topic that the sink reads neither exists nor is in the plan, because the number of
+    partitions is then unknown.
     """
     exists, made = have.get(spec.topic), next((topic for topic in plan.make if topic.name == spec.topic), None)
     if exists is not None:
@@ -136,7 +138,7 @@ def plan_dead_letter(spec: SinkSpec, settings: Settings, have: Mapping[str, Topi
     elif made is not None:
         wanted = _dead_letter(spec, settings, made.partitions, int(made.configs["max.message.bytes"]))
     else:
-        return plan
+        return None
     return plan.with_topics([wanted], have)
 
 

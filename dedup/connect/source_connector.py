@@ -178,11 +178,11 @@ async def make_topics(admin: Admin, ingest: Ingest, settings: Settings, *, creat
     size.
     """
     remedy = "`dedup apply` with the ingest file creates them."
-    topics: dict[str, Topic] = {}
-    for some in (slice(2), slice(2, None)):  # the limit of the last topic depends on the first
-        topics |= await provide(admin, topics_of(ingest, settings, topics)[some], create=create, remedy=remedy)
-        refuse_expiry(topics[ingest.offsets_topic])
-    return topics
+    *first, _ = topics_of(ingest, settings, {})
+    topics = await provide(admin, first, create=create, remedy=remedy)
+    refuse_expiry(topics[ingest.offsets_topic])
+    *_, dead_letter = topics_of(ingest, settings, topics)  # whose size limit depends on the topic for records
+    return topics | await provide(admin, [dead_letter], create=create, remedy=remedy)
 
 
 @dataclass(slots=True)

@@ -224,17 +224,15 @@ def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
             return _plain_number(leaf, kind)
         case Refused(name, raw):
             found = _refused_by_ids(name, raw)
-            return (
-                Number(repr(found)) if kind == "json" and isinstance(found, float) and math.isfinite(found) else found
-            )
+            return _plain_number(found, kind) if isinstance(found, float) else found
         case _:
             return leaf
 
 
-def _plain_number(number: int | Number, kind: str) -> int | Number | str:
+def _plain_number(number: float | Number, kind: str) -> float | Number | str:
     """Return a number as a column of this type takes it. Raises TypeError for a number with too many places."""
-    if isinstance(number, int):
-        return Number(str(number)) if kind == "json" else number
+    if not isinstance(number, Number):
+        return Number(repr(number)) if kind == "json" and math.isfinite(number) else number
     _, digits, exponent = number.parts()
     if max(len(digits), abs(exponent)) > _MOST_PLACES:
         raise TypeError(f"it is a number of more than {_MOST_PLACES:,} places")

@@ -2,9 +2,9 @@
 
 A schema ID is either before the payload (byte 0, then four bytes) or in the header `HEADER` (byte 0 and four bytes, or
 byte 1 and the 16 bytes of a GUID). If the header contains the schema ID, the whole value is the payload. The framing of
-a record's key has the same form, with the header `KEY_HEADER`. With Protobuf
-(``indexed``), the schema ID is followed by message indexes, which identify a message type of the schema. Source:
-`dual_schema_id_deserializer` and `SchemaId` in confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
+a record's key has the same form, with the header `KEY_HEADER`. With Protobuf (``indexed``), the schema ID is followed
+by message indexes, which identify a message type of the schema. Source: `dual_schema_id_deserializer` and `SchemaId` in
+confluent_kafka/schema_registry of confluent-kafka-python 2.16.1.
 """
 
 from __future__ import annotations

@@ -163,9 +163,10 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         # silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
-        value = _json_of(topology.source.framing).cast("string")
         if topology.source.is_memberwise:
             known, value = _with_members(known, topology, payload), fn.col(_MEMBERS)
+        else:
+            value = _json_of(topology.source.framing).cast("string")
         known = known.withColumn("_payload", fn.from_json(value, asked, options))
         # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()

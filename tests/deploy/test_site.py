@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,12 +16,14 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, expect
 from ruamel.yaml import YAML
 
+from tests.web.conftest import browser
+
+__all__ = ["browser"]
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-CHROMIUM = shutil.which("chromium")
 COLUMN = 76
 """The characters of code that fit into the site's column."""
 LIGHT, DARK = (255, 255, 255), (0x1E, 0x21, 0x29)
@@ -57,16 +58,6 @@ def address(site: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is missing: apt-get install chromium")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium
-        chromium.close()
 
 
 def background(page: Page, picture: Locator) -> tuple[int, ...]:
