@@ -32,14 +32,20 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Return what serves a worker's pages until the browser's are closed."""
+def servers() -> Iterator[ExitStack]:
+    """Return what ends the servers of a test. Pages ask until they are closed, so ``open_page`` ends before this."""
     with ExitStack() as stack:
-        yield lambda worker, **settings: stack.enter_context(serving(worker, **settings))
+        yield stack
 
 
 @pytest.fixture
-def open_page(browser: Browser, serve: Serve) -> Iterator[Open]:
+def serve(servers: ExitStack) -> Serve:
+    """Return what serves a worker's pages until the browser's are closed."""
+    return lambda worker, **settings: servers.enter_context(serving(worker, **settings))
+
+
+@pytest.fixture
+def open_page(browser: Browser, servers: ExitStack) -> Iterator[Open]:
     """Return what opens a page; at the end no script has failed, nothing was blocked, no other host was asked."""
     contexts: list[BrowserContext] = []
     wrong: list[str] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,8 @@ SHOWN = {("error", 1280): "dashboard-error", ("empty", 1280): "dashboard-empty",
 
 
 @pytest.fixture
-def state_url() -> Iterator:
-    with ExitStack() as stack:
-        yield lambda name: stack.enter_context(state(name))
+def state_url(servers: ExitStack) -> Callable[[str], str]:
+    return lambda name: servers.enter_context(state(name))
 
 
 @pytest.mark.parametrize("width", HEIGHTS)
