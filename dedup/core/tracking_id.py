@@ -12,7 +12,7 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     06 decimal         a number with a fraction or an exponent: ``<sign><digits>e<exponent>``, no trailing zeros
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
-    0a content         canonical JSON text (exact_json.canonical_json)
+    0a content         canonical JSON text (exact_json.canonical_json), or ``00`` and what content_tree.py describes
     0b null, 0c absent a part of a composite ID whose rule says `absent: as_value`
     0d alternative     the index of the alternative (1 byte), the state key of the ID that it gives
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
@@ -82,6 +82,7 @@ _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - text in UTC gets its Z fr
 _LENGTH_BITS: Final = 7
 _MORE: Final = 1 << _LENGTH_BITS
 """The bit of a LEB128 byte that is set if another byte follows."""
+_ONE_BYTE: Final = tuple(bytes((count,)) for count in range(_MORE))
 
 
 def parse_path(text: str) -> Path:
@@ -385,13 +386,19 @@ def encode_alternative(index: int, key: bytes) -> bytes:
 
 def prefixed(part: bytes) -> bytes:
     """Return the canonical bytes of one part of a composite ID, preceded by their length in LEB128."""
-    length = len(part)
+    return length(len(part)) + part
+
+
+def length(count: int) -> bytes:
+    """Return a length, or another number that is not negative, in LEB128."""
+    if count < _MORE:
+        return _ONE_BYTE[count]
     head = bytearray()
-    while length >= _MORE:
-        head.append(length & (_MORE - 1) | _MORE)
-        length >>= _LENGTH_BITS
-    head.append(length)
-    return bytes(head) + part
+    while count >= _MORE:
+        head.append(count & (_MORE - 1) | _MORE)
+        count >>= _LENGTH_BITS
+    head.append(count)
+    return bytes(head)
 
 
 _LONG_CHARS: Final = 1_000
@@ -443,6 +450,8 @@ def id_text(key: bytes) -> str | None:
     tag, body = key[:1], key[1:]
     if tag == ALTERNATIVE:
         return id_text(body[1:])
+    if tag == CONTENT and body[:1] == DIGEST:  # content that is not JSON
+        return None
     if tag == COMPOSITE:
         parts = [_json(part) for part in _parts(body)]
         return None if None in parts else f"[{', '.join(filter(None, parts))}]"
