@@ -14,12 +14,13 @@ import re
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final
+from typing import Final, cast
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.content_tree import Named, Scalar, Tree, deeper
 from dedup.core.event_time import FieldTime, rfc3339_ms
-from dedup.core.exact_json import ABSENT, Number
+from dedup.core.exact_json import ABSENT, Absent, Number
 from dedup.core.member_reader import (
     INVALID_TIMESTAMP,
     MANY,
@@ -63,6 +64,8 @@ _SIMPLES: Final[dict[int, Leaf]] = {20: False, 21: True, 22: None, 23: ABSENT}
 _LEAST_LONG_SIMPLE: Final = 32
 
 _TIME_TEXT, _TIME_NUMBER, _BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL, _UUID, _SELF_DESCRIBED = 0, 1, 2, 3, 4, 37, 55_799
+_NUMBERS: Final = {_BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL}
+"""The tags whose content is a number. Two encodings of one number are equal content."""
 _UUID_BYTES: Final = 16
 _MOST_BIGNUM_BYTES: Final = 1_024
 _SECOND_NS: Final = 10**9
@@ -107,6 +110,35 @@ class _Cursor(Cursor):
             return
         for slot in wanted.slots:
             self.found[slot] = leaf
+
+    def tree(self, depth: int) -> Tree:
+        """Read one item and everything in it. A tag that marks an item as CBOR is no part of the item."""
+        head = self._marked_head()
+        major, _, argument = head
+        match major:
+            case 4:
+                below = deeper(depth)
+                return [self.tree(below) for _ in self._each(head)]
+            case 5:
+                members: dict[bytes, Tree] = {}
+                below = deeper(depth)
+                for _ in self._each(head):
+                    self.member(members, below)
+                return members
+            case 6:
+                start = self.at
+                number = self._meaning(argument, self._marked_head()) if argument in _NUMBERS else None
+                if isinstance(number, int | Number):
+                    return number
+                self.at = start
+                return Named(f"tag {argument}", self.tree(deeper(depth)))
+            case 7:
+                simple = self._simple(head)
+                if isinstance(simple, Refused):
+                    return simple.raw if head[1] in _FLOATS else Named(f"simple {argument}", None)
+                return Named("undefined", None) if isinstance(simple, Absent) else simple
+            case _:
+                return cast("Scalar", self._leaf(head, self.at))
 
     def _inside(self, wanted: PathTree, head: _Head) -> None:
         if head[0] == _ARRAY:

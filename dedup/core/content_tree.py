@@ -9,8 +9,8 @@ contains, and then one item follows:
                        (``02``, even if they look like a UUID), instants (``0e``, then an integer of nanoseconds), and
                        floating-point numbers (``0f``, then a big-endian double; there is one zero and one NaN)
     00 01              an array: the number of its elements (LEB128), the elements
-    00 02              an object: the number of its members (LEB128), the members in the order of their canonical keys,
-                       each as a scalar, the key, and an item
+    00 02              an object: the number of its members (LEB128), the members in the order of their keys, each as
+                       its key and an item; the key is a scalar, or the length (LEB128) and bytes of canonical content
     00 03              an item with a type that no ID can have: the name of the type (as a text), an item
 """
 
@@ -55,6 +55,8 @@ Without = Mapping[bytes | int, "Without | None"]
 
 Content = Callable[[bytes], bytes]
 """Returns the canonical content of a payload, or raises Unreadable."""
+
+_NOTHING: Final[Without] = {}
 
 text_key: Final = encoding.encode_text
 """Returns the canonical key of a member with a name."""
@@ -108,14 +110,18 @@ def _number_key(number: float | Number) -> bytes:
             assert_never(never)
 
 
+def key_of(tree: Tree) -> bytes:
+    """Return the canonical key of a member of a map whose keys can be any value."""
+    if isinstance(tree, dict | list | Named):
+        return encode_content(tree, _NOTHING)
+    return scalar_key(tree)
+
+
 def encode_content(tree: Tree, without: Without) -> bytes:
     """Return the canonical content of a value without some of its members. Raises Unreadable for a number too large."""
     parts = [_BEGIN]
     _append(tree, without, parts)
     return b"".join(parts)
-
-
-_NOTHING: Final[Without] = {}
 
 
 def _append(tree: Tree, without: Without, parts: list[bytes]) -> None:

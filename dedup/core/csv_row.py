@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Final, Literal
 
 from dedup.core.avro import Leaf
+from dedup.core.content_tree import Without, encode_content, text_key
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import ABSENT, Number, with_foreign_format
 from dedup.core.member_reader import MemberReader, not_of_format, time_leaf
@@ -94,16 +95,7 @@ class CsvReader(MemberReader):
 
     def read(self, value: bytes) -> list[Leaf]:
         """Return the requested cells, followed by the event time. Raises Unreadable if the value is not one row."""
-        try:
-            text = value.decode()
-        except UnicodeDecodeError as error:
-            raise with_foreign_format(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
-        try:
-            if text.startswith(_BYTE_ORDER_MARK):
-                raise Damaged("a byte order mark would be part of its first cell")
-            cells = self._layout.cells(text)
-        except Damaged as damage:
-            raise not_of_format(value, "not_csv", "CSV", damage) from None
+        cells = cells_of(self._layout, value)
         found: list[Leaf] = [cells[place] or ABSENT for place in self._places]
         if self._is_numeric:
             found[-1] = number_of(found[-1])
@@ -135,6 +127,26 @@ class CsvReader(MemberReader):
         """Return whether a row can simply be split at each delimiter. The row must not include its line break."""
         delimiters = row.count(self._layout.between.encode())
         return not _is_odd(row) and b"\n" not in row and delimiters + 1 == len(self._layout.columns)
+
+
+def cells_of(layout: CsvLayout, value: bytes) -> list[str]:
+    """Return the cells of a value. Raises Unreadable if the value is not one row."""
+    try:
+        text = value.decode()
+    except UnicodeDecodeError as error:
+        raise with_foreign_format(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
+    try:
+        if text.startswith(_BYTE_ORDER_MARK):
+            raise Damaged("a byte order mark would be part of its first cell")
+        return layout.cells(text)
+    except Damaged as damage:
+        raise not_of_format(value, "not_csv", "CSV", damage) from None
+
+
+def csv_content(layout: CsvLayout, without: Without, value: bytes) -> bytes:
+    """Return the canonical content of a row, in which an empty cell is absent. Raises Unreadable if it is no row."""
+    cells = zip(layout.columns, cells_of(layout, value), strict=True)
+    return encode_content({text_key(name): cell for name, cell in cells if cell}, without)
 
 
 def _is_odd(text: bytes) -> bool:

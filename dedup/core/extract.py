@@ -44,6 +44,8 @@ from dedup.core.extract_one import (
     normalize_bytes,
     of_leaves,
     reader_for,
+    typed_content,
+    typed_fingerprint,
     value_digest,
 )
 from dedup.core.formats import MEMBERWISE, Format, Schema
@@ -64,7 +66,6 @@ from dedup.core.tracking_id import (
     KeyRule,
     Normalizing,
     PartsRule,
-    Path,
     RawContentRule,
     StateKey,
     TrackingId,
@@ -112,24 +113,16 @@ class Extracted:
 
 
 def compile_extractor(
-    tracking_id: TrackingId,
-    event_time: EventTime,
-    *,
-    fmt: Format,
-    fingerprint: bool,
-    fingerprint_exclude: tuple[Path, ...] = (),
-    schema: Schema = "",
+    tracking_id: TrackingId, event_time: EventTime, *, fmt: Format, fingerprint: bool, schema: Schema = ""
 ) -> Extractor:
     """Return the extractor for rules that read no member of the key. Raises the same errors as `extractor_for`."""
-    return extractor_for(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude, schema=schema))
+    return extractor_for(Recipe(tracking_id, event_time, fmt, fingerprint, schema=schema))
 
 
 def extractor_for(recipe: Recipe) -> Extractor:
     """Return a topology's extractor. Raises ValueError if the topology's rules can never find an ID or a time."""
     rule, fmt = recipe.tracking_id.rule, recipe.fmt
     canonical = any(isinstance(each, ContentRule) for each in alternatives_of(rule))
-    if fmt in MEMBERWISE and (canonical or recipe.fingerprint_exclude):
-        raise ValueError(f"format {fmt} has no canonical content; use fields, the key, a header or content: true as ID")
     if fmt == "bytes" and (canonical or member_paths(rule)):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
     if fmt == "bytes" and isinstance(recipe.event_time, FieldTime):
@@ -176,6 +169,7 @@ class Extractor:
         alternatives = recipe.alternatives() if isinstance(rule, FirstOfRule) else []
         self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
+        self._compared_without: Final = () if recipe.compared is None else recipe.compared.exclude
         self._instants: Final = "instant" in steps
         if isinstance(rule, CodeRule):
             self._function: Final = rule.load()
@@ -406,8 +400,14 @@ class Extractor:
         ids = None if odd else self._ids(batch, values, columns)
         if ids is None:
             raise NotInColumns(sorted(odd | self._lacking(batch, columns)))
-        fingerprints = list(map(value_digest, values)) if self.recipe.fingerprint else None
-        return Extracted(list(ids), times_ms, fingerprints, {})
+        return Extracted(list(ids), times_ms, self._typed_fingerprints(batch, values), {})
+
+    def _typed_fingerprints(self, batch: _Batch, payloads: Sequence[bytes]) -> list[bytes] | None:
+        if not self.recipe.fingerprint:
+            return None
+        if self.recipe.compared is None:
+            return list(map(value_digest, payloads))
+        return list(map(partial(typed_fingerprint, self.recipe), _present(batch.values), batch.headers))
 
     def _ids(self, batch: _Batch, payloads: Sequence[bytes], members: list[Any]) -> list[bytes] | None:
         """Return the state keys, or None if any row lacks a part of the ID."""
@@ -431,13 +431,20 @@ class Extractor:
                 return kept_if(ids)
             case RawContentRule():
                 return bytes_keys(_present(batch.values))
-            case ContentRule(exclude):
-                contents = [_content(each, exclude) for each in payloads]
+            case ContentRule() as content:
+                contents = self._contents(content, batch, payloads)
                 return [state_key(CONTENT + content) for content in _present(contents)]
             case CodeRule() | FirstOfRule():  # `_by_function`; each alternative has its own extractor
                 return None
             case never:
                 assert_never(never)
+
+    def _contents(self, rule: ContentRule, batch: _Batch, payloads: Sequence[bytes]) -> list[bytes | None]:
+        """Return the canonical content of each value, with None for values that have none."""
+        if self.recipe.fmt not in MEMBERWISE:
+            return [_content(partial(content_of, each, rule.exclude)) for each in payloads]
+        rows = zip(_present(batch.values), batch.headers, strict=True)
+        return [_content(partial(typed_content, self.recipe, rule, *row)) for row in rows]
 
     def _scalars(self, column: list[str | int]) -> list[bytes] | None:
         normalize = self._normalize
@@ -448,7 +455,7 @@ class Extractor:
     def _fingerprint(self, payload: bytes) -> bytes:
         if self.recipe.fmt != "bytes":
             with suppress(Unreadable):
-                return content_digest(content_of(payload, self.recipe.fingerprint_exclude))
+                return content_digest(content_of(payload, self._compared_without))
         return value_digest(payload)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
@@ -468,9 +475,9 @@ def _present(values: Sequence[bytes | None]) -> list[bytes]:
     return there
 
 
-def _content(payload: bytes, exclude: tuple[Path, ...]) -> bytes | None:
+def _content(read: Callable[[], bytes]) -> bytes | None:
     try:
-        return content_of(payload, exclude)
+        return read()
     except Unreadable:
         return None
 

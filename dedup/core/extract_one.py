@@ -30,7 +30,7 @@ from dedup.core.exact_json import (
     canonical_json,
     look_up,
 )
-from dedup.core.formats import MEMBERWISE, Format, Reader, Schema, reader_of
+from dedup.core.formats import MEMBERWISE, Format, Reader, Schema, content_reader, reader_of
 from dedup.core.framing import SchemaBook, SchemaIdPlace, SchemaRef, payload_of, split
 from dedup.core.key_members import KeyFormat, read_key
 from dedup.core.member_reader import INVALID_TIMESTAMP
@@ -117,7 +117,8 @@ class Recipe:
     event_time: EventTime = field(default_factory=RecordTime)
     fmt: Format = "json"
     fingerprint: bool = False
-    fingerprint_exclude: tuple[Path, ...] = ()
+    compared: ContentRule | None = None
+    """How payloads are compared: by this content or, with None, as JSON or as bytes."""
     schema_id: SchemaIdPlace = "auto"
     """The place of a value's schema ID, if the format has schema IDs."""
     schema: Schema = ""
@@ -197,9 +198,7 @@ def extract_one(
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         rule, time = recipe.tracking_id.rule, recipe.event_time
         if recipe.fmt in MEMBERWISE:
-            ref, payload = (b"", value)
-            if isinstance(recipe.schema, SchemaBook):
-                ref, payload = split(recipe.schema_id, value, headers, indexed=recipe.indexed)
+            ref, payload = _split(recipe, value, headers)
             return of_leaves(recipe, key, value, headers, timestamp_ms, reader_for(recipe, ref).read(payload))
         payload = payload_of(recipe.schema_id, value, headers) if recipe.fmt == "json_schema" else value
         content = ABSENT if recipe.fmt == "bytes" else exact_json.decode(payload)
@@ -251,12 +250,31 @@ def of_leaves(
                 text = f"the event time at {format_path(time.path)} has the type {leaves[-1].type_name}"
                 raise BadTime("time_ill_typed", f"{text}, which is no time of unit {time.unit}")
             timestamp_ms = time_ms_of(leaves[-1], time)
-        payload = value
-        if recipe.fingerprint and isinstance(recipe.schema, SchemaBook):
-            payload = payload_of(recipe.schema_id, value, headers, indexed=recipe.indexed)
-        return One(state_key(canonical), timestamp_ms, _fingerprint(recipe, payload, ABSENT))
+        fingerprint = typed_fingerprint(recipe, value, headers) if recipe.fingerprint else b""
+        return One(state_key(canonical), timestamp_ms, fingerprint)
     except NotJudged as refused:
         return fault_of(refused)
+
+
+def typed_content(recipe: Recipe, rule: ContentRule, value: bytes, headers: Headers) -> bytes:
+    """Return the canonical content of a value whose format is in `MEMBERWISE`. Raises Unreadable if there is none."""
+    ref, payload = _split(recipe, value, headers)
+    return content_reader(recipe.fmt, recipe.schema, ref, rule)(payload)
+
+
+def typed_fingerprint(recipe: Recipe, value: bytes, headers: Headers) -> bytes:
+    """Return the fingerprint of a value whose format is in `MEMBERWISE`."""
+    if recipe.compared is not None:
+        with suppress(Unreadable):
+            return content_digest(typed_content(recipe, recipe.compared, value, headers))
+    return value_digest(_split(recipe, value, headers)[1])
+
+
+def _split(recipe: Recipe, value: bytes, headers: Headers) -> tuple[SchemaRef, bytes]:
+    """Return the schema ID and the payload of a value whose format is in `MEMBERWISE`."""
+    if isinstance(recipe.schema, SchemaBook):
+        return split(recipe.schema_id, value, headers, indexed=recipe.indexed)
+    return b"", value
 
 
 def fault_of(refused: NotJudged) -> Fault:
@@ -293,8 +311,8 @@ def _canonical_id(
             return encoding.encode_composite(_of_fields(paths, tracking_id, members))
         case PartsRule(parts):
             return _of_parts(parts, tracking_id, key, headers, inside, members)
-        case ContentRule(exclude):
-            return _of_content(content, exclude)
+        case ContentRule() as rule:
+            return _of_content(recipe, rule, value, headers, content)
         case RawContentRule():
             return _of_raw(value)
         case CodeRule() as rule:
@@ -420,10 +438,14 @@ def described(error: BaseException) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:_MOST_DETAIL_CHARS]
 
 
-def _of_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:
+def _of_content(
+    recipe: Recipe, rule: ContentRule, value: bytes | None, headers: Headers, content: JsonValue | Absent
+) -> bytes:
+    if recipe.fmt in MEMBERWISE and value is not None:
+        return encoding.CONTENT + typed_content(recipe, rule, value, headers)
     if isinstance(content, Absent):
-        raise Unreadable("not_json", "only a JSON value has canonical content")
-    return encoding.CONTENT + canonical_json(content, exact_json.excluded(exclude))
+        raise Unreadable("not_json", "bytes have no canonical content")
+    return encoding.CONTENT + canonical_json(content, exact_json.excluded(rule.exclude))
 
 
 def _header(headers: Headers, name: str) -> bytes | None:
@@ -593,7 +615,8 @@ def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) ->
         return b""
     if not isinstance(content, Absent):
         with suppress(Unreadable):
-            return content_digest(canonical_json(content, exact_json.excluded(recipe.fingerprint_exclude)))
+            exclude = () if recipe.compared is None else recipe.compared.exclude
+            return content_digest(canonical_json(content, exact_json.excluded(exclude)))
     return value_digest(payload)
 
 

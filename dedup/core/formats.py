@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, Literal
 
 from dedup.core import avro, protobuf
 from dedup.core.avro import AvroReader, avro_reader
+from dedup.core.avro_content import avro_content
 from dedup.core.cbor import cbor_reader
-from dedup.core.csv_row import CsvLayout, csv_reader
+from dedup.core.content_tree import Content, without_names
+from dedup.core.csv_row import CsvLayout, csv_content, csv_reader
 from dedup.core.event_time import FieldTime
-from dedup.core.exact_json import Unreadable
+from dedup.core.exact_json import Unreadable, excluded
 from dedup.core.framing import SchemaBook, SchemaRef, SchemaRefused, SchemaText, indexes_of, named, schema_of
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
 from dedup.core.protobuf import ProtobufReader, protobuf_reader
-from dedup.core.tracking_id import Path
+from dedup.core.protobuf_content import protobuf_content
+from dedup.core.tracking_id import ContentRule, Path
 
 Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 TYPED: Final = frozenset[Format]({"avro", "protobuf"})
 """The formats whose values can be read only with their schema."""
 MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
-"""The formats whose values are never decoded as a whole, so payloads are compared as bytes."""
+"""The formats whose values are read member by member. Payloads are compared as bytes unless a rule names content."""
 
 Schema = str | SchemaBook | CsvLayout
 """A schema, the schemas of a registry, or the columns of CSV values."""
@@ -45,14 +48,47 @@ def reader_of(
         return cbor_reader(paths, time)
     if isinstance(schema, CsvLayout):
         return csv_reader(schema, paths, time)
+    found = _typed_reader(fmt, _text_of(schema, ref), indexes_of(ref), paths, time, zeros=zeros)
+    if isinstance(found, str):
+        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")
+    return found
+
+
+def content_reader(fmt: Format, schema: Schema, ref: SchemaRef, rule: ContentRule) -> Content:
+    """Return what reads the content of values of a format in `MEMBERWISE` with a given schema ID.
+
+    Raises Unreadable if the schema is unknown or unusable.
+    """
+    if fmt == "msgpack":
+        return partial(message_pack_reader((), None).content, without_names(excluded(rule.exclude)))
+    if fmt == "cbor":
+        return partial(cbor_reader((), None).content, without_names(excluded(rule.exclude)))
+    if isinstance(schema, CsvLayout):
+        return partial(csv_content, schema, without_names(excluded(rule.exclude)))
+    found = _typed_content(fmt, _text_of(schema, ref), indexes_of(ref), rule)
+    if isinstance(found, str):
+        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")
+    return found
+
+
+def _text_of(schema: str | SchemaBook, ref: SchemaRef) -> SchemaText:
     text = schema if isinstance(schema, str) else schema[schema_of(ref)]
     if text is None:
         said = f"the schema registry does not know the value's schema, {named(ref)}, or a schema that it refers to"
         raise Unreadable(SCHEMA_UNKNOWN, said)
-    found = _typed_reader(fmt, text, indexes_of(ref), paths, time, zeros=zeros)
-    if isinstance(found, str):
-        raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")
-    return found
+    return text
+
+
+@lru_cache(maxsize=256)
+def _typed_content(fmt: Format, text: SchemaText, indexes: tuple[int, ...], rule: ContentRule) -> Content | str:
+    """Return what reads the content, or why a schema is refused: parsing it again for each record would be slow."""
+    pinned = None if rule.schema is None else rule.schema.text
+    try:
+        if fmt == "protobuf":
+            return protobuf_content(text, indexes, pinned, rule.exclude)
+        return avro_content(text, pinned, rule.exclude)
+    except SchemaRefused as refused:
+        return str(refused)
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.content_tree import Tree, Without, encode_content, key_of
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
 from dedup.core.odd_rows import NotInColumns, at_rows, in_order, in_pieces, ordered
@@ -136,6 +137,16 @@ class Cursor(ABC):
     def item(self, wanted: PathTree) -> None:
         """Read one item, and store the requested values in `found`. Raises Damaged if the item is not valid."""
 
+    @abstractmethod
+    def tree(self, depth: int) -> Tree:
+        """Read one item and everything in it. Raises Damaged if the item is not valid, and Unreadable if it is deep."""
+
+    def member(self, members: dict[bytes, Tree], depth: int) -> None:
+        """Read the key and the value of one member of a map, and add them to ``members``."""
+        key = key_of(self.tree(depth))
+        self.is_repeated |= key in members
+        members[key] = self.tree(depth)
+
     def text(self, raw: bytes) -> str:
         """Decode UTF-8 text. If this fails, store the error instead of raising it, because damage is reported first."""
         try:
@@ -173,19 +184,36 @@ class ItemReader(MemberReader):
         finally:
             del fault  # otherwise, the exception and this frame would refer to each other
 
+    def content(self, without: Without, value: bytes) -> bytes:
+        """Return the canonical content of a value. Raises Unreadable unless the value is one item."""
+        cursor = self.cursor(value, [])
+        try:
+            tree = cursor.tree(0)
+            self._end(cursor, value)
+        except Damaged as damage:
+            raise not_of_format(value, self.code, self.name, damage) from None
+        if cursor.is_repeated:
+            raise Unreadable("repeated_member", "a member is repeated in a map of the content")
+        if cursor.not_utf8 is not None:
+            raise cursor.not_utf8
+        return encode_content(tree, without)
+
     def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:
         """Store the requested parts of a value in ``found``, and return an error if the value cannot be read."""
         cursor = self.cursor(value, found)
         try:
             cursor.item(wanted)
-            if cursor.at < len(value):
-                raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
+            self._end(cursor, value)
         except Damaged as damage:
             return not_of_format(value, self.code, self.name, damage)
         if cursor.is_repeated:
             text = "a member on the path of the tracking ID or the event time is repeated"
             return Unreadable("repeated_member", text)
         return cursor.not_utf8
+
+    def _end(self, cursor: Cursor, value: bytes) -> None:
+        if cursor.at < len(value):
+            raise Damaged(f"bytes follow its end (byte {cursor.at} of {len(value)})")
 
 
 def one_of(sizes: bytes) -> dict[int, bytes]:

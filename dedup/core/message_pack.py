@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, cast
 
 import msgspec
 
 from dedup.core.avro import Instant, Leaf, Refused
+from dedup.core.content_tree import Named, Scalar, Tree, deeper
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
@@ -232,6 +233,30 @@ class _Cursor(Cursor):
         else:
             self.at = start
             self._skip()
+
+    def tree(self, depth: int) -> Tree:
+        """Read one item and everything in it."""
+        start, first = self.at, self._first()
+        if first in _EXT or first in _FIXEXT:
+            return self._named(first)
+        count, is_map = self._entries(first)
+        if count is None:
+            self.at = start
+            leaf = self._leaf()
+            return cast("Scalar", leaf.raw if isinstance(leaf, Refused) else leaf)  # a floating-point number
+        below = deeper(depth)
+        if is_map:
+            members: dict[bytes, Tree] = {}
+            for _ in range(count):
+                self.member(members, below)
+            return members
+        return [self.tree(below) for _ in range(count)]
+
+    def _named(self, first: int) -> Instant | Named:
+        size = _FIXEXT[first] if first in _FIXEXT else self._number(_EXT[first])
+        kind, content = int.from_bytes(self._bytes(1), "big", signed=True), self._bytes(size)
+        time = _extension(kind, content)
+        return time if isinstance(time, Instant) else Named(f"extension {kind}", content)
 
     def _put(self, wanted: PathTree, leaf: Leaf) -> None:
         for slot in wanted.slots:

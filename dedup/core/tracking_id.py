@@ -12,7 +12,7 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
     06 decimal         a number with a fraction or an exponent: ``<sign><digits>e<exponent>``, no trailing zeros
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
-    0a content         canonical JSON text (exact_json.canonical_json), or ``00`` and what content_tree.py describes
+    0a content         canonical JSON text (exact_json.canonical_json), or else canonical content (content_tree.py)
     0b null, 0c absent a part of a composite ID whose rule says `absent: as_value`
     0d alternative     the index of the alternative (1 byte), the state key of the ID that it gives
     0e instant         RFC 3339 text in UTC, its exact fraction of a second without trailing zeros
@@ -194,10 +194,21 @@ class PartsRule:
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaFile:
+    """The content of a schema file that a topology file names."""
+
+    name: str
+    """The name of the file as written in the topology file."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ContentRule:
-    """The rule that the canonical JSON of the value, without the excluded paths, is the ID."""
+    """The rule that the canonical content of the value, without the excluded paths, is the ID."""
 
     exclude: tuple[Path, ...] = ()
+    schema: SchemaFile | None = None
+    """The schema with which Avro and Protobuf values are read, or None to read each value with its own schema."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,13 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
 def _schema(topology: Topology) -> Iterator[Finding]:
     if topology.source.schema is not None:
         yield from schema_findings(topology, topology.source.schema.text, topology.source.schema.name)
-    if topology.source.is_memberwise and topology.fingerprints_wanted:
+    rules = [rule for rule in alternatives_of(topology.tracking_id.rule) if isinstance(rule, ContentRule)]
+    if topology.fingerprints_wanted and topology.compared is not None:
+        rules.append(topology.compared)
+    if topology.source.names_schemas and any(rule.schema is None for rule in rules):
+        text = "a record that is sent again with another schema may have other content; name one schema for all records"
+        yield warning("content_of_schemas", f"{text}: content: {{schema: FILE}}, or conflicts: {{schema: FILE}}.")
+    if topology.source.is_memberwise and topology.fingerprints_wanted and topology.compared is None:
         text = f"conflicts compare bytes: {_CHANGES[topology.source.format]} makes another payload."
         yield warning("payload_bytes_compared", text)
 
@@ -221,7 +227,15 @@ def schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterat
     if isinstance(topology.event_time, FieldTime):
         members.append(_Member(("event_time", "field"), topology.event_time.path, topology.event_time))
     first = topology.source.schema is not None
-    yield from _schema_findings(topology, members, topology.source.format, schema, name, first=first)
+    findings = [*_schema_findings(topology, members, topology.source.format, schema, name, first=first)]
+    yield from findings
+    if any(finding.code == "schema_refused" for finding in findings):
+        return
+    for member in _excluded(topology):
+        if not _types_of(topology.source.format, schema, member, first=first):
+            place = ".".join(str(step) for step in member.at[:-1])
+            text = f"{place}: {format_path(member.path)} is not in the schema {name}, so nothing is left out there."
+            yield warning("exclude_missing", text, at=member.at)
 
 
 def key_schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterator[Finding]:
@@ -287,6 +301,18 @@ def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member
             return
 
 
+def _excluded(topology: Topology) -> Iterator[_Member]:
+    """Yield the members that are left out of content. The parser has checked those of a named schema."""
+    rule, compared = topology.tracking_id.rule, topology.compared
+    several = isinstance(rule, FirstOfRule)
+    for row, each in enumerate(alternatives_of(rule)):
+        at: At = ("tracking_id", "first_of", row, "content") if several else ("tracking_id", "content")
+        if isinstance(each, ContentRule) and each.schema is None:
+            yield from (_Member((*at, "exclude", n), path) for n, path in enumerate(each.exclude))
+    if compared is not None and compared.schema is None:
+        yield from (_Member(("conflicts", "exclude", n), path) for n, path in enumerate(compared.exclude))
+
+
 def _types_of(fmt: Format, schema: SchemaText, member: _Member, *, first: bool) -> dict[str, bool]:
     if fmt == "json_schema":
         text = schema if isinstance(schema, str) else schema.text
@@ -317,9 +343,13 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     if all(isinstance(rule, ContentRule | RawContentRule) for rule in rules):
         if topology.tracking_id.normalize:
             yield warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
-        # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs.
-        excluding = any(isinstance(rule, ContentRule) and rule.exclude for rule in rules)
-        if topology.fingerprints_wanted and not excluding:
+        # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs. So may
+        # the bytes of equal content in a format whose payloads are compared as bytes.
+        differing = any(
+            isinstance(rule, ContentRule) and (rule.exclude or rule.schema or topology.source.is_memberwise)
+            for rule in rules
+        )
+        if topology.fingerprints_wanted and not differing:
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield warning("no_conflicts_possible", text)
     members_used = member_paths(topology.tracking_id.rule) or topology.source.key_format == "protobuf"

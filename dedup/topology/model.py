@@ -30,7 +30,9 @@ from dedup.core.tracking_id import (
     Path,
     RawContentRule,
     Rule,
+    SchemaFile,
     TrackingId,
+    alternatives_of,
     code_rules,
     format_path,
     needs_value,
@@ -40,6 +42,7 @@ from dedup.errors import InvariantBroken, Problem, SettingsError
 from dedup.topology.schema import ColumnType, Output, Start, StateSpec, TransactionsSpec
 
 _FINGERPRINT_BYTES: Final = 16
+_SCHEMA_DIGEST_BYTES: Final = 8
 _WINDOW_RULE: Final = 1
 """The version of the rule that defines the meaning of stored sightings. A task cannot use state of another version."""
 
@@ -49,15 +52,6 @@ _MOST_AUTO: Final = 64
 
 SubTopology = Literal["dedup", "repartition"]
 """The two sub-topologies, each of which has its own kind of task."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaFile:
-    """The schema of all values in a topology's source."""
-
-    name: str
-    """The name of the file as written in the topology file."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +223,8 @@ class Topology:
     conflicts: str | None = None
     conflicts_counted: bool = False
     """True if the topology file has the key `conflicts`, with or without a topic. Payloads are then compared."""
-    fingerprint_exclude: tuple[Path, ...] = ()
-    """Members that are ignored when payloads are compared."""
+    compared: ContentRule | None = None
+    """The content by which payloads are compared, or None to compare JSON without exceptions, or bytes."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = field(default_factory=StateSpec)
     transactions: TransactionsSpec = field(default_factory=TransactionsSpec)
@@ -323,6 +317,10 @@ class Topology:
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
+    def _compared_without(self) -> tuple[Path, ...]:
+        return () if self.compared is None else self.compared.exclude
+
+    @property
     def conflicts_go_to(self) -> str | None:
         """The topic for conflicts (by default, the topic for duplicates), or None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
@@ -391,6 +389,7 @@ class Topology:
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
         """Return the text that `state_fingerprint` hashes, so that an error message can say what differs."""
+        rule = self.tracking_id.rule
         # The string for the event time is part of the state fingerprint, so do not change its wording.
         match self.event_time:
             case FieldTime(path, unit):
@@ -402,18 +401,21 @@ class Topology:
         identity = {
             "encoding": ENCODING_VERSION,
             "window_rule": _WINDOW_RULE,
-            "tracking_id": rule_text(self.tracking_id.rule),
+            "tracking_id": rule_text(rule),
             "normalize": list(self.tracking_id.normalize),
             "event_time": time,
             "source_topics": list(self.source.topics),
             "direct": self.direct,
             "partitions": dict(sorted(partitions.items())),
-            "payloads": [format_path(path) for path in self.fingerprint_exclude] if self.fingerprints_wanted else None,
+            "payloads": list(map(format_path, self._compared_without)) if self.fingerprints_wanted else None,
         }
         if self.tracking_id.zeros:
             identity["zero"] = "value"  # only if used, so that the state of older topologies stays usable
-        if self.fingerprints_wanted and self.source.is_memberwise:
-            identity["payloads"] = f"{self.source.format} bytes"  # not the canonical JSON that other formats compare
+        if self.fingerprints_wanted and self.source.is_memberwise:  # not the canonical JSON that other formats compare
+            compared = "bytes" if self.compared is None else rule_text(self.compared)
+            identity["payloads"] = f"{self.source.format} {compared}"
+        if self.source.is_memberwise and any(isinstance(each, ContentRule) for each in alternatives_of(rule)):
+            identity["content"] = self.source.format
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))
 
 
@@ -440,8 +442,9 @@ def rule_text(rule: Rule) -> str:
         case PartsRule(parts):
             texts = (rule_text(part.rule) + (", absent: as_value" if part.absent_is_value else "") for part in parts)
             return f"parts: [{', '.join(f'{{{text}}}' for text in texts)}]"
-        case ContentRule(exclude):
-            return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]}}"
+        case ContentRule(exclude, schema):
+            pinned = "" if schema is None else f", schema: {_digest(schema.text)}"
+            return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]{pinned}}}"
         case FirstOfRule(alternatives):
             return f"first_of: [{', '.join(f'{{{rule_text(each)}}}' for each in alternatives)}]"
         case RawContentRule():
@@ -450,6 +453,10 @@ def rule_text(rule: Rule) -> str:
             return f"python: {{function: {name}, version: {version}}}"
         case never:
             assert_never(never)
+
+
+def _digest(schema: str) -> str:
+    return blake2b(schema.encode(), digest_size=_SCHEMA_DIGEST_BYTES).hexdigest()
 
 
 def _key_text(rule: KeyRule | KeyFieldRule) -> str:
@@ -492,7 +499,7 @@ def extractor_of(topology: Topology, *, fingerprint: bool = True) -> Extractor:
         topology.event_time,
         topology.source.format,
         fingerprint and topology.fingerprints_wanted,
-        topology.fingerprint_exclude,
+        topology.compared,
         topology.source.schema_id,
         schema_of(topology.source),
         _keys_of(topology.source),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from errno import ENOENT
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from pydantic import BaseModel
@@ -31,6 +32,7 @@ from dedup.core.tracking_id import (
     Path,
     RawContentRule,
     Rule,
+    SchemaFile,
     TrackingId,
     format_path,
     has_key,
@@ -44,7 +46,6 @@ from dedup.topology.model import (
     LateDrop,
     LateForward,
     LateTo,
-    SchemaFile,
     SinkColumn,
     SinkSpec,
     SourceSpec,
@@ -57,6 +58,7 @@ from dedup.topology.schema import (
     AlternativeFile,
     ColumnFile,
     ConflictsFile,
+    ContentFile,
     FieldTimeFile,
     FlowFile,
     FunctionFile,
@@ -93,6 +95,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
         _whole_parts,
         _instant_last,
         _format_fits,
+        _content_fits,
         _key_format_fits,
         _columns_fit,
         partial(_schema_fits, read_file=read_once),
@@ -132,10 +135,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) -> Topology:
-    rule = _rule(file.tracking_id, partial(_code, name=name, read_file=read_file))
+    rule = _rule(file.tracking_id, partial(_code, name=name, read_file=read_file), read_file)
     tracking_id = TrackingId(rule, tuple(file.tracking_id.normalize), zeros=file.tracking_id.zero == "value")
     source = file.source
-    schema = None if source.schema_file is None else SchemaFile(source.schema_file, read_file(source.schema_file))
     framing = "auto" if source.schema_id == "none" else source.schema_id
     declared = source.partitioned_by == "tracking_id"
     # Normalization may make two keys equal although the producers' partitioner treated them as different.
@@ -155,7 +157,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
             framing,
             tuple(source.columns or ()),
             source.delimiter or "comma",
-            schema,
+            _schema_file(source.schema_file, read_file),
             subject=source.subject,
             key_format=source.key_format,
             key_subject=source.key_subject,
@@ -174,7 +176,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
         conflicts_counted=file.conflicts is not None,
-        fingerprint_exclude=tuple(conflicts.exclude),
+        compared=_compared(conflicts, read_file),
         on_conflict=OnConflict(file.on_conflict),
         state=file.state,
         transactions=file.transactions,
@@ -182,6 +184,16 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
         then=None if file.then is None else _flow(file.then, name),
         routes=tuple(file.routes or ()),
     )
+
+
+def _schema_file(name: str | None, read_file: Callable[[str], str]) -> SchemaFile | None:
+    return None if name is None else SchemaFile(name, read_file(name))
+
+
+def _compared(file: ConflictsFile, read_file: Callable[[str], str]) -> ContentRule | None:
+    if file.exclude is None and file.schema_file is None:
+        return None
+    return ContentRule(tuple(file.exclude or ()), _schema_file(file.schema_file, read_file))
 
 
 def _flow(written: str | FlowFile, name: str) -> FlowSpec:
@@ -204,13 +216,13 @@ def _code(written: str | FunctionFile, name: str, read_file: Callable[[str], str
 _Code = Callable[[str | FunctionFile], CodeRule]
 
 
-def _rule(file: TrackingIdFile, code: _Code) -> Rule:
+def _rule(file: TrackingIdFile, code: _Code, read_file: Callable[[str], str]) -> Rule:
     if file.first_of is None:
-        return _alternative(file, code)
-    return FirstOfRule(tuple(_alternative(each, code) for each in file.first_of))
+        return _alternative(file, code, read_file)
+    return FirstOfRule(tuple(_alternative(each, code, read_file) for each in file.first_of))
 
 
-def _alternative(file: AlternativeFile, code: _Code) -> Alternative:
+def _alternative(file: AlternativeFile, code: _Code, read_file: Callable[[str], str]) -> Alternative:
     if file.header is not None:
         return HeaderRule(file.header)
     if file.field is not None:
@@ -220,12 +232,16 @@ def _alternative(file: AlternativeFile, code: _Code) -> Alternative:
     if file.parts is not None:
         return PartsRule(tuple(map(_part, file.parts)))
     if file.content is not None:
-        return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
+        return RawContentRule() if file.content is True else _content(file.content, read_file)
     if file.key is not None:
         return _key(file.key)
     if file.python is not None:
         return code(file.python)
     raise InvariantBroken("`_one_rule_each` has accepted a tracking ID without a rule that is known here.")
+
+
+def _content(file: ContentFile, read_file: Callable[[str], str]) -> ContentRule:
+    return ContentRule(tuple(file.exclude), _schema_file(file.schema_file, read_file))
 
 
 def _key(written: Literal[True] | Path) -> KeyRule | KeyFieldRule:
@@ -415,15 +431,31 @@ def _typed_fits(document: Document) -> Iterator[Problem]:
 
 
 def _memberwise_fits(document: Document) -> Iterator[Problem]:
-    excluded: list[At] = [(*at, "content", "exclude") for at in _rules_at(document)]
-    for at in filter(document.has, [*excluded, ("conflicts", "exclude")]):
-        text = f"a value of format {_format_of(document)} is compared and kept as bytes"
-        yield _at_key(document, at, f"needs `source.format: json`; {text}")
     for at in _sink_columns_at(document):
         kind = (*at[:-1], "type")
         if at[-1] == "field" and document.get(kind) == "json":
             text = f"json needs `source.format: json`; with {_format_of(document)}, name the members one by one"
             yield Problem(document.place(kind), f"{dotted(kind)}: {text}")
+
+
+def _content_fits(document: Document) -> Iterator[Problem]:
+    """Report content without a key, and schemas of content in a format without schemas."""
+    for at in _contents_at(document):
+        if at[-1] == "content" and document.get(at) == {}:
+            yield Problem(document.place_of_key(at), f"{dotted(at)}: has no key; write exclude, schema, or both")
+        if document.has((*at, "schema")) and _format_of(document) not in TYPED:
+            yield _at_key(document, (*at, "schema"), f"needs {_TYPED}")
+
+
+def _contents_at(document: Document) -> list[At]:
+    """Return the places in the document that say what the content of a value is."""
+    return [*((*at, "content") for at in _rules_at(document)), ("conflicts",)]
+
+
+def _excluded_at(document: Document) -> Iterator[At]:
+    """Yield the position in the document of each member path that is left out of content."""
+    for at in _contents_at(document):
+        yield from _each(document, (*at, "exclude"))
 
 
 def _sink_columns_at(document: Document) -> Iterator[At]:
@@ -438,30 +470,46 @@ def _at_key(document: Document, at: At, text: str) -> Problem:
 
 
 def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iterator[Problem]:
-    """Report a schema that cannot be read, and members that the schema lacks or whose types are not allowed."""
-    name, fmt = document.get(_SCHEMA), _format_of(document)
-    if not isinstance(name, str) or fmt is None or fmt not in TYPED:
+    """Report a schema that cannot be read, and members that a schema lacks or whose types are not allowed."""
+    fmt = _format_of(document)
+    if fmt not in TYPED:
         return
-    place, said = document.place(_SCHEMA), f'{dotted(_SCHEMA)}: "{name}"'
+    schema = yield from _read_schema(document, _SCHEMA, read_file)
+    if schema is not None:
+        for at in _members_at(document):
+            yield from _member_fits(document, at, schema, None)
+        unit = document.get(_UNIT)
+        if unit in get_args(TimeUnit):
+            yield from _member_fits(document, ("event_time", "field"), schema, unit)
+        for at in _sink_columns_at(document):
+            yield from _member_fits(document, at, schema, None, column=True)
+    for holder in _contents_at(document):
+        pinned_at = (*holder, "schema")
+        pinned = yield from _read_schema(document, pinned_at, read_file)
+        name, text = (_SCHEMA, schema) if document.get(pinned_at) is None else (pinned_at, pinned)
+        for at in _each(document, (*holder, "exclude")):
+            if text is not None:
+                yield from _missing_member(document, at, text, name)
+
+
+def _read_schema(document: Document, at: At, read_file: Callable[[str], str]) -> Generator[Problem, None, str | None]:
+    """Return the text of a schema file that the document names. Report a file that cannot be read, and return None."""
+    name, fmt = document.get(at), _format_of(document)
+    if not isinstance(name, str) or fmt is None:
+        return None
+    place, said = document.place(at), f'{dotted(at)}: "{name}"'
     try:
         schema = read_file(name)
         member_types(fmt, schema, ("",), None, first=True)
     except OSError as error:
         yield Problem(place, f"{said} cannot be read: {error.strerror}; name a file, relative to the topology file")
-        return
     except UnicodeDecodeError as error:
         yield Problem(place, f"{said} is not UTF-8 at byte {error.start}; save it as UTF-8")
-        return
     except SchemaRefused as refused:
         yield Problem(place, f"{said} {refused}; correct the schema")
-        return
-    for at in _members_at(document):
-        yield from _member_fits(document, at, schema, None)
-    unit = document.get(_UNIT)
-    if unit in get_args(TimeUnit):
-        yield from _member_fits(document, ("event_time", "field"), schema, unit)
-    for at in _sink_columns_at(document):
-        yield from _member_fits(document, at, schema, None, column=True)
+    else:
+        return schema
+    return None
 
 
 def _members_at(document: Document) -> Iterator[At]:
@@ -483,13 +531,11 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _FORMAT, "csv needs `source.columns`: the names of the columns, in their order")
     if not isinstance(columns, list):
         return
-    for at in [*_members_at(document), ("event_time", "field"), *_sink_columns_at(document)]:
-        text = document.get(at)
+    named = (_members_at(document), (("event_time", "field"),), _sink_columns_at(document), _excluded_at(document))
+    for at in chain.from_iterable(named):
+        text, path = document.get(at), _path_at(document, at)
         if not isinstance(text, str):
             continue
-        path: Path | None = None
-        with suppress(ValueError):  # `validated` reports the invalid path
-            path = parse_path(text)
         if text in columns and path != (text,):
             written = format_path((text,)).replace("'", "''")
             yield Problem(document.place(at), f"{dotted(at)}: for the column \"{text}\", write '{written}'")
@@ -515,19 +561,15 @@ _NO_COLUMN: Final = {"record", "array", "map", "message", "group", "repeated", "
 def _member_fits(
     document: Document, at: At, schema: str, unit: TimeUnit | None, *, column: bool = False
 ) -> Iterator[Problem]:
-    text = document.get(at)
-    try:
-        path = parse_path(text if isinstance(text, str) else "")
-    except ValueError:
-        return  # `validated` reports the invalid path
-    said, file = f'{dotted(at)}: "{text}"', document.get(_SCHEMA)
+    path = _path_at(document, at)
+    if path is None:
+        return
+    said, file = f'{dotted(at)}: "{document.get(at)}"', document.get(_SCHEMA)
     time = None if unit is None else FieldTime(path, unit)
     fmt: Format = document.get(_FORMAT)
     types = member_types(fmt, schema, path, time, first=True)
     if not types:
-        known = member_names(fmt, schema, path, first=True)
-        hint = did_you_mean(str(path[-1]), known) or "; name a field of the schema"
-        yield Problem(document.place(at), f"{said} is not in {file}{hint}")
+        yield from _missing_member(document, at, schema, _SCHEMA)
     elif column:
         if types.keys() <= _NO_COLUMN:
             said = f"{said} has the type {' or '.join(sorted(types))} in {file}, which a column cannot hold"
@@ -537,6 +579,24 @@ def _member_fits(
         if time is not None:
             wanted = f"unit timestamp takes {zoned}, rfc3339 a string, and s, ms, and us a number"
         yield Problem(document.place(at), f"{said} has the type {' or '.join(sorted(types))} in {file}; {wanted}")
+
+
+def _missing_member(document: Document, at: At, schema: str, named_at: At) -> Iterator[Problem]:
+    """Report a path that the schema in the file at ``named_at`` does not have."""
+    path, fmt, first = _path_at(document, at), document.get(_FORMAT), named_at == _SCHEMA
+    if path is None or member_types(fmt, schema, path, None, first=first):
+        return
+    hint = did_you_mean(str(path[-1]), member_names(fmt, schema, path, first=first))
+    said = f'{dotted(at)}: "{document.get(at)}" is not in {document.get(named_at)}'
+    yield Problem(document.place(at), f"{said}{hint or '; name a field of the schema'}")
+
+
+def _path_at(document: Document, at: At) -> Path | None:
+    """Return the path at a position in the document, or None for an invalid path, which `validated` reports."""
+    text = document.get(at)
+    with suppress(ValueError):
+        return parse_path(text if isinstance(text, str) else "")
+    return None
 
 
 def _flow_fits(document: Document) -> Iterator[Problem]:

@@ -150,6 +150,7 @@ _KeyFormat = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor
 _Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 _Path = Annotated[Path, _text_as(parse_path)]
 _Paths = Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)]
+_SchemaFile = Annotated[str, matching(_FILE, "is not the name of a file")]
 _Duration = Annotated[int, _text_as(parse_duration), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)]
 _PositiveDuration = Annotated[
     int, _text_as(_positive(parse_duration)), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)
@@ -269,9 +270,7 @@ class SourceFile(Keys):
         "the first 5 bytes of the value. With auto, it is in the header if the record has this header, and otherwise "
         "in the prefix. With none, which requires format avro or protobuf, values have no framing.",
     )
-    schema_file: Annotated[str, matching(_FILE, "is not the name of a file")] | None = Field(
-        default=None, alias="schema"
-    )
+    schema_file: _SchemaFile | None = Field(default=None, alias="schema")
     """File with the schema of all values, relative to the topology file. Requires `schema_id: none`. Protobuf values
     have the type of the first message in a .proto file."""
     subject: Annotated[str, matching(_SUBJECT, "is not a subject of a schema registry")] | None = Field(
@@ -306,10 +305,15 @@ class SourceFile(Keys):
 
 
 class ContentFile(Keys):
-    """A tracking ID that consists of the whole JSON value in canonical form, without the excluded members."""
+    """A tracking ID that consists of the whole value in canonical form, without the excluded members."""
 
-    exclude: list[_Path]
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    exclude: list[_Path] = Field(default_factory=list)
     """Members that are not part of the ID because they differ each time a record is sent."""
+    schema_file: _SchemaFile | None = Field(default=None, alias="schema")
+    """File with the schema whose members are the content, relative to the topology file. Requires format avro or
+    protobuf. Without it, each value is read with its own schema."""
 
 
 class PartFile(Keys):
@@ -357,7 +361,7 @@ class AlternativeFile(Keys):
     parts: Annotated[list[PartFile], some("part")] | None = Field(default=None, json_schema_extra={"minItems": 1})
     """Parts of the record that together form the ID, in this order, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """With true, the ID is the raw value. With {exclude: [...]}, the ID is the JSON value without these members."""
+    """With true, the ID is the raw value. With {exclude: [...]}, the ID is its content without these members."""
     python: _PlainOrMapping[_FunctionName, FunctionFile] | None = None
     """Your function of (key, value, headers) that returns the ID, as module:function or {function: ..., version: 2}."""
 
@@ -395,8 +399,11 @@ class ConflictsFile(Keys):
 
     topic: _Topic | None = None
     """Topic for conflicts, which are always counted. Default: the topic for duplicates."""
-    exclude: list[_Path] = Field(default_factory=list)
-    """Members that are ignored when payloads are compared, such as the send time."""
+    exclude: list[_Path] | None = None
+    """Members that are ignored when payloads are compared, such as the send time. With a list, even an empty one,
+    payloads are compared by their content. Without it, JSON is compared by content, and other formats by bytes."""
+    schema_file: _SchemaFile | None = Field(default=None, alias="schema")
+    """File with the schema whose members are compared, as in `tracking_id.content`."""
 
 
 class FlowFile(Keys):

@@ -69,7 +69,7 @@ RECIPES = {
     "raw": Recipe(TrackingId(RawContentRule())),
     "raw bytes": Recipe(TrackingId(RawContentRule()), fmt="bytes", fingerprint=True),
     "content": Recipe(TrackingId(ContentRule((("t",), ("a", "id"))))),
-    "fingerprint": Recipe(TrackingId(FieldRule(("id",))), fingerprint=True, fingerprint_exclude=(("t",),)),
+    "fingerprint": Recipe(TrackingId(FieldRule(("id",))), fingerprint=True, compared=ContentRule((("t",),))),
     "framed": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "ms"), "json_schema", fingerprint=True),
     "framed prefix": Recipe(TrackingId(FieldsRule((("id",), ("a",)))), fmt="json_schema", schema_id="prefix"),
     "framed header": Recipe(TrackingId(FieldRule(("id",))), fmt="json_schema", fingerprint=True, schema_id="header"),
@@ -184,6 +184,9 @@ MSGPACK = {
         TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", "id")), KeyRule()))), fmt="msgpack"
     ),
     "msgpack key": Recipe(TrackingId(KeyRule()), fmt="msgpack"),
+    "msgpack content": Recipe(
+        TrackingId(ContentRule((("t",), ("a", "id")))), fmt="msgpack", fingerprint=True, compared=ContentRule()
+    ),
 }
 _PACKED_T = b"\xa1t\xd6\xff\x65\x53\xf1\x00"
 _PACKED_AT = _PACKED_T + b"\xa2at\xcf\0\0\1\x8b\xcf\xe5\x68\0"
@@ -223,6 +226,14 @@ CSV = {
         TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a",)), KeyRule()))), fmt="csv", schema=_ROW
     ),
     "csv key": Recipe(TrackingId(KeyRule()), fmt="csv", schema=_ROW),
+    "csv content": Recipe(
+        TrackingId(FirstOfRule((HeaderRule("x"), ContentRule((("t",),))))),
+        FieldTime(("t",), "ms"),
+        "csv",
+        fingerprint=True,
+        compared=ContentRule((("a",),)),
+        schema=_ROW,
+    ),
 }
 CSV_EVENTS = [
     UUID.encode() + b",1700000000000,x\n",

@@ -465,7 +465,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.event_time,
         topology.source.format,
         topology.fingerprints_wanted,
-        topology.fingerprint_exclude,
+        topology.compared,
         topology.source.schema_id,
         layout or ("" if source.schema is None else source.schema.text),
         None if source.key_format == "bytes" else KeyFormat(source.key_format, source.schemas),

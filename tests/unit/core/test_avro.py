@@ -12,11 +12,10 @@ from dedup.core import tracking_id as encoding
 from dedup.core.avro import MAX_DEPTH, _Batch, _SchemaParser, avro_reader, parse_schema
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
-from dedup.core.extract import Extractor, Recipe, compile_extractor
+from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.framing import LinkedSchema, SchemaBook, SchemaRefused
 from dedup.core.tracking_id import (
-    ContentRule,
     FieldRule,
     FieldsRule,
     FirstOfRule,
@@ -305,19 +304,6 @@ def test_a_schema_that_nobody_asked_for_is_a_defect():
     asked = SchemaBook(lambda ref: record("long") if ref == b"\0\0\0\0\x09" else None)
     assert extract_one(recipe(asked), None, b"\0\0\0\0\x09\x0e", [], 0).id == b"\x04\x07"
     assert extract_one(recipe(asked), None, b"\0\0\0\0\x08\x0e", [], 0).code == "schema_unknown"
-
-
-def test_canonical_content_is_refused():
-    for rule, exclude in ((ContentRule(), ()), (KeyRule(), (("a",),))):
-        with pytest.raises(ValueError, match="format avro has no canonical content"):
-            compile_extractor(
-                TrackingId(rule),
-                FieldTime(("f0",), "ms"),
-                fmt="avro",
-                fingerprint=True,
-                fingerprint_exclude=exclude,
-                schema=record("long"),
-            )
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_what_could_never_find_anything_is_refused(recipe):
 
 def fingerprint(value, exclude=(), fmt="json"):
     rule = TrackingId(KeyRule())
-    recipe = Recipe(rule, fmt=fmt, fingerprint=True, fingerprint_exclude=exclude)
+    recipe = Recipe(rule, fmt=fmt, fingerprint=True, compared=ContentRule(exclude))
     found = extract_one(recipe, b"k", value, [], 0)
     assert isinstance(found, One)
     assert len(found.fingerprint) == 8

@@ -166,15 +166,18 @@ def test_start_may_be_a_time():
 def test_conflicts_by_topic_or_with_excluded_members():
     assert topology(more="conflicts: c").conflicts == "c"
     made = topology(more="conflicts: {topic: c, exclude: [sent_at, a.b]}")
-    assert (made.conflicts, made.fingerprint_exclude) == ("c", (("sent_at",), ("a", "b")))
+    assert (made.conflicts, made.compared) == ("c", ContentRule((("sent_at",), ("a", "b"))))
     assert made.fingerprints_wanted
     assert topology(more="on_conflict: fail").fingerprints_wanted
 
 
-@pytest.mark.parametrize(("written", "exclude"), [("{}", ()), ("{exclude: [sent_at]}", (("sent_at",),))])
-def test_conflicts_without_a_topic_are_counted(written, exclude):
+@pytest.mark.parametrize(
+    ("written", "compared"),
+    [("{}", None), ("{exclude: []}", ContentRule()), ("{exclude: [sent_at]}", ContentRule((("sent_at",),)))],
+)
+def test_conflicts_without_a_topic_are_counted(written, compared):
     made = topology(more=f"conflicts: {written}")
-    assert (made.conflicts, made.fingerprint_exclude) == (None, exclude)
+    assert (made.conflicts, made.compared) == (None, compared)
     assert made.fingerprints_wanted
     assert made.rules.fingerprints
     assert made.conflicts_go_to is None

@@ -44,9 +44,9 @@ def test_what_it_becomes(fmt):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rule": "content: {exclude: [id]}"}, "4:25: tracking_id.content.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
-        ({"rule": "first_of: [{key: true}, {content: {exclude: [id]}}]"}, "4:50: tracking_id.first_of[1].content.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
-        ({"more": "conflicts: {exclude: [id]}"}, "6:13: conflicts.exclude: needs `source.format: json`; a value of format {} is compared and kept as bytes"),
+        ({"rule": "content: {exclude: [id], schema: a.avsc}"}, "4:40: tracking_id.content.schema: needs `source.format: avro` or `protobuf`"),
+        ({"rule": "first_of: [{key: true}, {content: {}}]"}, "4:40: tracking_id.first_of[1].content: has no key; write exclude, schema, or both"),
+        ({"more": "conflicts: {schema: a.avsc}"}, "6:13: conflicts.schema: needs `source.format: avro` or `protobuf`"),
         ({"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: {field: id, type: json}}}"}, "6:69: sink.columns.a.type: json needs `source.format: json`; with {}, name the members one by one"),
         ({"source": "schema: a.avsc"}, "source.schema: needs `source.format: avro` or `protobuf`"),
         ({"source": "schema_id: none"}, "source.schema_id: none needs `source.format: avro` or `protobuf`; JSON without framing is `format: json`"),
@@ -112,7 +112,8 @@ def test_what_csv_becomes():
         (CSV, {"rule": "first_of: [{key: true}, {field: xyz}]"}, f'4:47: tracking_id.first_of[1].field: "xyz" is not a column; {NAMES}'),
         (CSV, {"more": "event_time: {field: xyz, unit: ms}"}, f'6:21: event_time.field: "xyz" is not a column; {NAMES}'),
         (CSV, {"more": "event_time: {field: id, unit: timestamp}"}, "6:25: event_time.unit: timestamp needs `source.format: avro`, `protobuf`, `msgpack`, or `cbor`; write rfc3339, s, ms, or us"),
-        (CSV, {"more": "conflicts: {exclude: [id]}"}, "6:13: conflicts.exclude: needs `source.format: json`; a value of format csv is compared and kept as bytes"),
+        (CSV, {"more": "conflicts: {exclude: [id, xyz]}"}, f'6:27: conflicts.exclude[1]: "xyz" is not a column; {NAMES}'),
+        (CSV, {"rule": "content: {exclude: [xyz]}"}, f'4:35: tracking_id.content.exclude[0]: "xyz" is not a column; {NAMES}'),
     ],
 )  # fmt: skip
 def test_a_mistake_in_csv_has_its_place(fmt, given, said):

@@ -138,10 +138,8 @@ KNOWN = "the valid names are at, id, inner, kind, lines, number, tags, total"
         ({"rule": "field: at"}, f'4:22: tracking_id.field: "at" has the type google.protobuf.Timestamp in o.proto; {WANTED}'),
         ({"more": "event_time: {field: kind, unit: ms}"}, f'6:21: event_time.field: "kind" has the type enum in o.proto; {UNITS}'),
         ({"more": "event_time: {field: number, unit: timestamp}"}, f'6:21: event_time.field: "number" has the type int64 in o.proto; {UNITS}'),
-        (
-            {"rule": "content: {exclude: [id]}"},
-            "4:25: tracking_id.content.exclude: needs `source.format: json`; a value of format protobuf is compared and kept as bytes",
-        ),
+        ({"rule": "content: {exclude: [id, inner.m]}"}, '4:39: tracking_id.content.exclude[1]: "inner.m" is not in o.proto; the valid names are id, n'),
+        ({"rule": "first_of: [{key: true}, {content: {schema: bad.proto}}]"}, '4:58: tracking_id.first_of[1].content.schema: "bad.proto" is not .proto text: a word is missing (line 1); correct the schema'),
         (
             {"more": "sink: {url: 'sqlite:///x', table: t, columns: {a: idd}}"},
             '6:51: sink.columns.a: "idd" is not in o.proto; did you mean "id"?',
