@@ -7,6 +7,6 @@ from dedup.core.framing import SchemaText
 from dedup.core.tracking_id import Path
 
 
-def avro_content(schema: SchemaText, pinned: str | None, exclude: tuple[Path, ...]) -> Content:
+def avro_content(schema: SchemaText, pinned: SchemaText | None, exclude: tuple[Path, ...]) -> Content:
     """Placeholder."""
     raise NotImplementedError

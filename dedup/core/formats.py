@@ -13,13 +13,22 @@ from dedup.core.content_tree import Content, without_names
 from dedup.core.csv_row import CsvLayout, csv_content, csv_reader
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable, excluded
-from dedup.core.framing import SchemaBook, SchemaRef, SchemaRefused, SchemaText, indexes_of, named, schema_of
+from dedup.core.framing import (
+    LinkedSchema,
+    SchemaBook,
+    SchemaRef,
+    SchemaRefused,
+    SchemaText,
+    indexes_of,
+    named,
+    schema_of,
+)
 from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
 from dedup.core.protobuf import ProtobufReader, protobuf_reader
 from dedup.core.protobuf_content import protobuf_content
-from dedup.core.tracking_id import ContentRule, Path
+from dedup.core.tracking_id import ContentRule, Path, SchemaFile
 
 Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
 TYPED: Final = frozenset[Format]({"avro", "protobuf"})
@@ -27,7 +36,7 @@ TYPED: Final = frozenset[Format]({"avro", "protobuf"})
 MEMBERWISE: Final = TYPED | frozenset[Format]({"msgpack", "cbor", "csv"})
 """The formats whose values are read member by member. Payloads are compared as bytes unless a rule names content."""
 
-Schema = str | SchemaBook | CsvLayout
+Schema = SchemaText | SchemaBook | CsvLayout
 """A schema, the schemas of a registry, or the columns of CSV values."""
 Reader = AvroReader | ProtobufReader | MemberReader
 
@@ -71,18 +80,23 @@ def content_reader(fmt: Format, schema: Schema, ref: SchemaRef, rule: ContentRul
     return found
 
 
-def _text_of(schema: str | SchemaBook, ref: SchemaRef) -> SchemaText:
-    text = schema if isinstance(schema, str) else schema[schema_of(ref)]
+def _text_of(schema: SchemaText | SchemaBook, ref: SchemaRef) -> SchemaText:
+    text = schema if isinstance(schema, str | LinkedSchema) else schema[schema_of(ref)]
     if text is None:
         said = f"the schema registry does not know the value's schema, {named(ref)}, or a schema that it refers to"
         raise Unreadable(SCHEMA_UNKNOWN, said)
     return text
 
 
+def text_of(file: SchemaFile) -> SchemaText:
+    """Return the schema in a file, together with the files that it imports."""
+    return LinkedSchema(file.text, file.imports) if file.imports else file.text
+
+
 @lru_cache(maxsize=256)
 def _typed_content(fmt: Format, text: SchemaText, indexes: tuple[int, ...], rule: ContentRule) -> Content | str:
     """Return what reads the content, or why a schema is refused: parsing it again for each record would be slow."""
-    pinned = None if rule.schema is None else rule.schema.text
+    pinned = None if rule.schema is None else text_of(rule.schema)
     try:
         if fmt == "protobuf":
             return protobuf_content(text, indexes, pinned, rule.exclude)

@@ -524,6 +524,18 @@ def _number(found: _Fields, number: int) -> int:
     return numbers[-1] if numbers else 0
 
 
+def imports_of(text: str) -> list[str]:
+    """Return the paths of the files that .proto text imports. Raises SchemaRefused if the text has no valid tokens."""
+    tokens = [(kind, word) for kind, word, _ in _tokens(text.removeprefix("\ufeff"))]
+    found: list[str] = []
+    for at, (_, word) in enumerate(tokens):
+        after = tokens[at + 1 : at + 3]
+        if word == "import" and after:
+            kind, named = after[0] if after[0][1] not in {"public", "weak"} else after[-1]
+            found += [named[1:-1]] if kind == "string" else []
+    return found
+
+
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
     at, line = 0, 1
     while at < len(text):

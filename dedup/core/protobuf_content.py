@@ -8,7 +8,7 @@ from dedup.core.tracking_id import Path
 
 
 def protobuf_content(
-    schema: SchemaText, indexes: tuple[int, ...], pinned: str | None, exclude: tuple[Path, ...]
+    schema: SchemaText, indexes: tuple[int, ...], pinned: SchemaText | None, exclude: tuple[Path, ...]
 ) -> Content:
     """Placeholder."""
     raise NotImplementedError

@@ -200,6 +200,8 @@ class SchemaFile:
     name: str
     """The name of the file as written in the topology file."""
     text: str
+    imports: tuple[tuple[str, str], ...] = ()
+    """The names and texts of the files that a .proto file imports, directly or not, each after those it imports."""
 
 
 @dataclass(frozen=True, slots=True)

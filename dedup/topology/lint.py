@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.formats import Format, member_types
+from dedup.core.formats import Format, member_types, text_of
 from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import (
@@ -209,7 +209,7 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
 
 def _schema(topology: Topology) -> Iterator[Finding]:
     if topology.source.schema is not None:
-        yield from schema_findings(topology, topology.source.schema.text, topology.source.schema.name)
+        yield from schema_findings(topology, text_of(topology.source.schema), topology.source.schema.name)
     rules = [rule for rule in alternatives_of(topology.tracking_id.rule) if isinstance(rule, ContentRule)]
     if topology.fingerprints_wanted and topology.compared is not None:
         rules.append(topology.compared)

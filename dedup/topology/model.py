@@ -13,7 +13,7 @@ from dedup.core.csv_row import CsvLayout, Delimiter
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime
 from dedup.core.extract import Extractor, Recipe, extractor_for
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
-from dedup.core.formats import MEMBERWISE, TYPED, Format, Schema
+from dedup.core.formats import MEMBERWISE, TYPED, Format, Schema, text_of
 from dedup.core.framing import KEY_HEADER, SchemaBook, SchemaIdPlace, SchemaRef, refs_of
 from dedup.core.key_members import KeyFormat
 from dedup.core.tracking_id import (
@@ -443,7 +443,7 @@ def rule_text(rule: Rule) -> str:
             texts = (rule_text(part.rule) + (", absent: as_value" if part.absent_is_value else "") for part in parts)
             return f"parts: [{', '.join(f'{{{text}}}' for text in texts)}]"
         case ContentRule(exclude, schema):
-            pinned = "" if schema is None else f", schema: {_digest(schema.text)}"
+            pinned = "" if schema is None else f", schema: {_digest(schema)}"
             return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]{pinned}}}"
         case FirstOfRule(alternatives):
             return f"first_of: [{', '.join(f'{{{rule_text(each)}}}' for each in alternatives)}]"
@@ -455,8 +455,9 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
-def _digest(schema: str) -> str:
-    return blake2b(schema.encode(), digest_size=_SCHEMA_DIGEST_BYTES).hexdigest()
+def _digest(schema: SchemaFile) -> str:
+    content = json.dumps([schema.text, *schema.imports]).encode()
+    return blake2b(content, digest_size=_SCHEMA_DIGEST_BYTES).hexdigest()
 
 
 def _key_text(rule: KeyRule | KeyFieldRule) -> str:
@@ -471,7 +472,7 @@ def schema_of(source: SourceSpec) -> Schema:
         return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:
         return _known_schemas(source, "source.format", source.format)
-    return "" if source.schema is None else source.schema.text
+    return "" if source.schema is None else text_of(source.schema)
 
 
 def _known_schemas(source: SourceSpec, key: str, fmt: Format) -> SchemaBook:

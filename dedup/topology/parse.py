@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from dedup.code_loader import directory_of, load_id_function, source_digest
 from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime, TimeUnit
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.formats import MEMBERWISE, TYPED, Format, member_names, member_types
-from dedup.core.framing import SchemaRefused
+from dedup.core.formats import MEMBERWISE, TYPED, Format, member_names, member_types, text_of
+from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.proto_schema import TIMESTAMP
 from dedup.core.tracking_id import (
     Alternative,
@@ -68,6 +68,7 @@ from dedup.topology.schema import (
     TopologyFile,
     TrackingIdFile,
 )
+from dedup.topology.schema_file import read_schema
 from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, read, schema_of, validated
 
 _File = TypeVar("_File", bound=BaseModel)
@@ -187,7 +188,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
 
 
 def _schema_file(name: str | None, read_file: Callable[[str], str]) -> SchemaFile | None:
-    return None if name is None else SchemaFile(name, read_file(name))
+    return None if name is None else read_schema(name, read_file)
 
 
 def _compared(file: ConflictsFile, read_file: Callable[[str], str]) -> ContentRule | None:
@@ -492,14 +493,16 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
                 yield from _missing_member(document, at, text, name)
 
 
-def _read_schema(document: Document, at: At, read_file: Callable[[str], str]) -> Generator[Problem, None, str | None]:
+def _read_schema(
+    document: Document, at: At, read_file: Callable[[str], str]
+) -> Generator[Problem, None, SchemaText | None]:
     """Return the text of a schema file that the document names. Report a file that cannot be read, and return None."""
     name, fmt = document.get(at), _format_of(document)
     if not isinstance(name, str) or fmt is None:
         return None
     place, said = document.place(at), f'{dotted(at)}: "{name}"'
     try:
-        schema = read_file(name)
+        schema = text_of(read_schema(name, read_file))
         member_types(fmt, schema, ("",), None, first=True)
     except OSError as error:
         yield Problem(place, f"{said} cannot be read: {error.strerror}; name a file, relative to the topology file")
@@ -559,7 +562,7 @@ _NO_COLUMN: Final = {"record", "array", "map", "message", "group", "repeated", "
 
 
 def _member_fits(
-    document: Document, at: At, schema: str, unit: TimeUnit | None, *, column: bool = False
+    document: Document, at: At, schema: SchemaText, unit: TimeUnit | None, *, column: bool = False
 ) -> Iterator[Problem]:
     path = _path_at(document, at)
     if path is None:
@@ -581,7 +584,7 @@ def _member_fits(
         yield Problem(document.place(at), f"{said} has the type {' or '.join(sorted(types))} in {file}; {wanted}")
 
 
-def _missing_member(document: Document, at: At, schema: str, named_at: At) -> Iterator[Problem]:
+def _missing_member(document: Document, at: At, schema: SchemaText, named_at: At) -> Iterator[Problem]:
     """Report a path that the schema in the file at ``named_at`` does not have."""
     path, fmt, first = _path_at(document, at), document.get(_FORMAT), named_at == _SCHEMA
     if path is None or member_types(fmt, schema, path, None, first=first):

@@ -29,7 +29,7 @@ from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number, Unreadable, decode
 from dedup.core.extract_one import Fault, One, Recipe, extract_one, of_leaves
-from dedup.core.formats import Format, member_types
+from dedup.core.formats import Format, member_types, text_of
 from dedup.core.framing import framed
 from dedup.core.partitioner import partitions
 from dedup.core.proto_schema import SCALARS
@@ -461,7 +461,7 @@ def _names(source: SourceSpec, path: Path) -> Collection[str]:
     if source.schema is None:
         return _ANY_TYPE[source.format]
     if source.format == "protobuf":
-        return member_types(source.format, source.schema.text, path, None, first=True)
+        return member_types(source.format, text_of(source.schema), path, None, first=True)
     nodes = nodes_at(parse_schema(source.schema.text), path)
     return ["string" if isinstance(each, Scalar) and each.kind == "string" else type_name(each) for each in nodes]
 

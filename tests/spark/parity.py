@@ -23,6 +23,7 @@ import msgspec
 
 from dedup.core.csv_row import CsvLayout
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
+from dedup.core.formats import text_of
 from dedup.core.key_members import KeyFormat
 from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
@@ -467,7 +468,7 @@ def recipe_of(topology: Topology) -> Recipe:
         topology.fingerprints_wanted,
         topology.compared,
         topology.source.schema_id,
-        layout or ("" if source.schema is None else source.schema.text),
+        layout or ("" if source.schema is None else text_of(source.schema)),
         None if source.key_format == "bytes" else KeyFormat(source.key_format, source.schemas),
     )
 

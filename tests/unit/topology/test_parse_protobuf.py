@@ -6,10 +6,11 @@ import pytest
 
 from dedup.core.event_time import FieldTime
 from dedup.core.framing import SchemaBook
+from dedup.core.tracking_id import SchemaFile
 from dedup.errors import SettingsError, TopologyError
 from dedup.topology.describe import describe
 from dedup.topology.lint import lint, schema_findings
-from dedup.topology.model import SchemaFile, Topology, extractor_of
+from dedup.topology.model import Topology, extractor_of
 from dedup.topology.parse import parse
 
 ORDER = """syntax = "proto3"; import "google/protobuf/timestamp.proto"; import "google/protobuf/wrappers.proto";
