@@ -1,7 +1,7 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
 The parser keeps only what determines how values are encoded: the fields, their types, and their presence. The imported
-files are those that the schema refers to. The parser knows the types in `_WELL_KNOWN` without a file, and ignores other
+files are those that the schema refers to (`read_schema` finds those of a local file). The parser knows the types in `_WELL_KNOWN` without a file, and ignores other
 imports, so it refuses a field with a type of such a file.
 
 Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Final, NoReturn
 
 from dedup.core.framing import SchemaRefused, SchemaText, in_reference, linked
+from dedup.core.tracking_id import SchemaFile
 
 MAX_DEPTH: Final = 100
 """The maximum nesting depth of message types in schemas, and of groups in values."""
@@ -168,6 +170,58 @@ def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
         found = None if found is None else found.nested_at(index)
     if found is None:
         raise SchemaRefused(f"has no message with the indexes {list(indexes)}, or more than one")
+    return found
+
+
+ReadFile = Callable[[str], str]
+"""Returns the text of a file, given its path relative to the topology file. Raises OSError or UnicodeDecodeError."""
+
+
+def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
+    """Return a schema file, and the files that it imports if it is a .proto file.
+
+    As protoc does with its option -I, an import is looked for in a directory that contains the importing file: first in
+    the file's own directory, then in the directory above, up to the directory of the topology file. An import that is
+    not found is left out, because many imports only define options. Raises OSError or UnicodeDecodeError for a file
+    that cannot be read, and SchemaRefused for a file that imports itself.
+    """
+    text = read_file(name)
+    if PurePosixPath(name).suffix != ".proto":
+        return SchemaFile(name, text)
+    found: dict[str, str] = {}
+    _find_imports(text, [*PurePosixPath(name).parents], read_file, found, ())
+    return SchemaFile(name, text, tuple(found.items()))
+
+
+def _find_imports(
+    text: str, roots: list[PurePosixPath], read_file: ReadFile, found: dict[str, str], importing: tuple[str, ...]
+) -> None:
+    """Add the files that ``text`` imports to ``found``, each after those that it imports itself."""
+    for path in _imports_of(text):
+        if path in importing:
+            raise SchemaRefused(f"imports {path[:64]}, which imports itself, directly or not")
+        if path in found:
+            continue
+        for root in roots:
+            with suppress(FileNotFoundError):
+                inner = read_file(str(root / path))
+                try:
+                    _find_imports(inner, roots, read_file, found, (*importing, path))
+                except SchemaRefused as refused:
+                    raise in_reference(path, refused) from None
+                found[path] = inner
+                break
+
+
+def _imports_of(text: str) -> list[str]:
+    """Return the paths of the files that .proto text imports. Raises SchemaRefused if the text has no valid tokens."""
+    tokens = [(kind, word) for kind, word, _ in _tokens(text.removeprefix("\ufeff"))]
+    found: list[str] = []
+    for at, (_, word) in enumerate(tokens):
+        after = tokens[at + 1 : at + 3]
+        if word == "import" and after:
+            kind, named = after[0] if after[0][1] not in {"public", "weak"} else after[-1]
+            found += [named[1:-1]] if kind == "string" else []
     return found
 
 
@@ -522,18 +576,6 @@ def _text(found: _Fields, number: int) -> str:
 def _number(found: _Fields, number: int) -> int:
     numbers = [each for each in found.get(number, ()) if isinstance(each, int)]
     return numbers[-1] if numbers else 0
-
-
-def imports_of(text: str) -> list[str]:
-    """Return the paths of the files that .proto text imports. Raises SchemaRefused if the text has no valid tokens."""
-    tokens = [(kind, word) for kind, word, _ in _tokens(text.removeprefix("\ufeff"))]
-    found: list[str] = []
-    for at, (_, word) in enumerate(tokens):
-        after = tokens[at + 1 : at + 3]
-        if word == "import" and after:
-            kind, named = after[0] if after[0][1] not in {"public", "weak"} else after[-1]
-            found += [named[1:-1]] if kind == "string" else []
-    return found
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:

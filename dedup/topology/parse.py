@@ -16,7 +16,7 @@ from dedup.core.event_time import ArrivalTime, EventTime, FieldTime, RecordTime,
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.formats import MEMBERWISE, TYPED, Format, member_names, member_types, text_of
 from dedup.core.framing import SchemaRefused, SchemaText
-from dedup.core.proto_schema import TIMESTAMP
+from dedup.core.proto_schema import TIMESTAMP, read_schema
 from dedup.core.tracking_id import (
     Alternative,
     CodeRule,
@@ -68,7 +68,6 @@ from dedup.topology.schema import (
     TopologyFile,
     TrackingIdFile,
 )
-from dedup.topology.schema_file import read_schema
 from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, read, schema_of, validated
 
 _File = TypeVar("_File", bound=BaseModel)
