@@ -8,6 +8,7 @@ from typing import Final, Literal
 from dedup.core import avro, protobuf
 from dedup.core.avro import AvroReader, avro_reader
 from dedup.core.avro_content import avro_content
+from dedup.core.avro_schema import Record, nodes_at, parse_schema, type_name
 from dedup.core.cbor import cbor_reader
 from dedup.core.content_tree import Content, without_names
 from dedup.core.csv_row import CsvLayout, csv_content, csv_reader
@@ -135,16 +136,16 @@ def member_types(
     if fmt == "protobuf":
         names = {protobuf.type_at(each, path) for each in _messages(schema, first=first)}
         return {name: protobuf.is_refused(name, time) for name in names if name is not None}
-    nodes = avro.nodes_at(avro.parse_schema(schema), path)
-    return {avro.type_name(each): avro.is_refused(each, time) for each in nodes if avro.type_name(each) != "null"}
+    nodes = nodes_at(parse_schema(schema), path)
+    return {type_name(each): avro.is_refused(each, time) for each in nodes if type_name(each) != "null"}
 
 
 def member_names(fmt: Format, schema: SchemaText, path: Path, *, first: bool) -> list[str]:
     """Return the names of a schema's members at the last step of a path. `member_types` must accept the schema."""
     if fmt == "protobuf":
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
-    holders = avro.nodes_at(avro.parse_schema(schema), path[:-1])
-    return [name for each in holders if isinstance(each, avro.Record) for name in each.fields]
+    holders = nodes_at(parse_schema(schema), path[:-1])
+    return [name for each in holders if isinstance(each, Record) for name in each.fields]
 
 
 def _messages(schema: SchemaText, *, first: bool) -> list[Message]:

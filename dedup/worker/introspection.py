@@ -25,7 +25,8 @@ from prometheus_client.utils import floatToGoString
 from yarl import URL
 
 from dedup.code_loader import imported_digest
-from dedup.core.avro import Instant, Leaf, Scalar, nodes_at, parse_schema, type_name
+from dedup.core.avro import Instant, Leaf
+from dedup.core.avro_schema import Scalar, nodes_at, parse_schema, type_name
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import ABSENT, Number, Unreadable, decode
 from dedup.core.extract_one import Fault, One, Recipe, extract_one, of_leaves

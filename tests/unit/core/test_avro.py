@@ -9,7 +9,8 @@ import fastavro
 import pytest
 
 from dedup.core import tracking_id as encoding
-from dedup.core.avro import MAX_DEPTH, _Batch, _SchemaParser, avro_reader, parse_schema
+from dedup.core.avro import _Batch, avro_reader
+from dedup.core.avro_schema import MAX_DEPTH, _SchemaParser, parse_schema
 from dedup.core.event_time import FieldTime
 from dedup.core.exact_json import Unreadable
 from dedup.core.extract import Extractor, Recipe

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dedup.core.avro import SchemaRefused
 from dedup.core.event_time import FieldTime, TimeUnit
+from dedup.core.framing import SchemaRefused
 from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import parse_path
 

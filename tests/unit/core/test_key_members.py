@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dedup.core.avro import SchemaRefused
 from dedup.core.extract import Extractor, Recipe, extractor_for
 from dedup.core.extract_one import Fault, One, extract_one
-from dedup.core.framing import SchemaBook
+from dedup.core.framing import SchemaBook, SchemaRefused
 from dedup.core.key_members import KeyColumns, KeyFormat, read_key
 from dedup.core.tracking_id import (
     FieldRule,
