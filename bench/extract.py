@@ -12,6 +12,7 @@ import io
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import process_time
 
 import cbor2
@@ -32,6 +33,7 @@ from dedup.core.tracking_id import (
     KeyRule,
     RawContentRule,
     Rule,
+    SchemaFile,
     TrackingId,
 )
 
@@ -173,6 +175,24 @@ def memberwise(plain: list[dict[str, object]], rule: Rule) -> None:
     measure("field uuid, field time ms, csv in quotes", event_id, quoted, ts, fmt="csv", schema=layout)
 
 
+def contents(plain: list[dict[str, object]]) -> None:
+    """Measure content, for which a value is read as a whole, in each format."""
+    rule = ContentRule((("ts",),))
+    measure("content without ts, json", rule, [json.dumps(each).encode() for each in plain], RecordTime())
+    schema = avro(plain[0])
+    measure("content without ts, avro", rule, in_avro(schema, plain), RecordTime(), fmt="avro", schema=schema)
+    pinned = replace(rule, schema=SchemaFile("event.avsc", schema))
+    measure(
+        "the same with a schema of its own", pinned, in_avro(schema, plain), RecordTime(), fmt="avro", schema=schema
+    )
+    schema, whole = in_protobuf(plain)
+    measure("content without ts, protobuf", rule, whole, RecordTime(), fmt="protobuf", schema=schema)
+    for fmt, pack in (("msgpack", msgspec.msgpack.encode), ("cbor", cbor2.dumps)):
+        measure(f"content without ts, {fmt}", rule, list(map(pack, plain)), RecordTime(), fmt=fmt)
+    rows = [",".join(map(str, each.values())).encode() for each in plain]
+    measure("content without ts, csv", rule, rows, RecordTime(), fmt="csv", schema=CsvLayout(tuple(plain[0])))
+
+
 ODD_EVERY = (1_000, 100, 20, 4)
 
 
@@ -256,7 +276,7 @@ def main() -> None:
     measure("key, bytes", KeyRule(), events, RecordTime(), fmt="bytes")
     measure("header, bytes", HeaderRule("id"), events, RecordTime(), fmt="bytes")
     measure("content: true, bytes", RawContentRule(), events, RecordTime(), fmt="bytes")
-    measure("content without ts", ContentRule((("ts",),)), events, RecordTime())
+    contents(plain)
     odd(plain, events)
 
 

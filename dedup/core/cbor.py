@@ -113,6 +113,10 @@ class _Cursor(Cursor):
 
     def tree(self, depth: int) -> Tree:
         """Read one item and everything in it. A tag that marks an item as CBOR is no part of the item."""
+        first = self._value[self.at] if self.at < len(self._value) else 0
+        if first >> 5 == _TEXT and first & 0x1F < _SHORT:
+            self.at += 1
+            return self.text(self._bytes(first & 0x1F))
         head = self._marked_head()
         major, _, argument = head
         match major:
@@ -147,7 +151,7 @@ class _Cursor(Cursor):
             return
         seen: set[bytes] = set()
         for _ in self._each(head):
-            name = self._name()
+            name = self.name()
             below = None if name is None else wanted.members.get(name)
             if name is not None and below is not None:
                 self.is_repeated |= name in seen
@@ -177,7 +181,7 @@ class _Cursor(Cursor):
         self.at += over
         return over
 
-    def _name(self) -> bytes | None:
+    def name(self) -> bytes | None:
         """Read a map key. Return the bytes of a text key, or None for any other key."""
         start = self.at
         first = self._value[start] if start < len(self._value) else 0

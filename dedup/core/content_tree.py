@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Final, assert_never
+from typing import Any, Final
 from uuid import UUID
 
 from dedup.core import tracking_id as encoding
@@ -34,6 +34,7 @@ _ARRAY: Final = b"\0\x01"
 _OBJECT: Final = b"\0\x02"
 _NAMED: Final = b"\0\x03"
 _FLOAT: Final = b"\x0f"
+_INT64: Final = 1 << 63
 _NAN: Final = _FLOAT + struct.pack(">d", float("nan"))
 _DOUBLE: Final = struct.Struct(">d").pack
 
@@ -60,6 +61,26 @@ _NOTHING: Final[Without] = {}
 
 text_key: Final = encoding.encode_text
 """Returns the canonical key of a member with a name."""
+_REMEMBERED: Final = 1 << 12
+"""The maximum number of names whose keys are remembered."""
+_SHORT_NAME: Final = 100
+"""The maximum length of a key that is remembered."""
+
+
+class Keys(dict[Any, bytes]):
+    """Caches the canonical keys of the names of members, which are nearly the same in all values."""
+
+    def __init__(self, key_of_name: Callable[[Any], bytes]) -> None:
+        super().__init__()
+        self._key_of: Final = key_of_name
+
+    def __missing__(self, name: Any) -> bytes:  # noqa: ANN401 - text, or the UTF-8 of a text
+        key = self._key_of(name)
+        if len(key) <= _SHORT_NAME:
+            if len(self) >= _REMEMBERED:
+                self.clear()
+            self[name] = key
+        return key
 
 
 def without_names(excluded: Excluded) -> Without:
@@ -78,36 +99,36 @@ def deeper(depth: int) -> int:
 
 
 def scalar_key(scalar: Scalar) -> bytes:
-    """Return the canonical bytes of a scalar, which are also its key as a name of a member."""
-    match scalar:
-        case None | bool():
-            return encoding.NULL if scalar is None else encoding.TRUE if scalar else encoding.FALSE
-        case int() | float() | Number():
-            return _number_key(scalar)
-        case str():
-            return encoding.encode_text(scalar)
-        case bytes():
-            return encoding.BYTES + scalar
-        case UUID():
-            return encoding.UUID + scalar.bytes
-        case Instant(nanoseconds):
-            return encoding.INSTANT + encoding.encode_integer(nanoseconds)
-        case never:
-            assert_never(never)
+    """Return the canonical bytes of a scalar, which are also the key of a member that the scalar names."""
+    return _KEY_OF[type(scalar)](scalar)
 
 
-def _number_key(number: float | Number) -> bytes:
-    match number:
-        case int():
-            return encoding.encode_integer_text(str(number))
-        case float():
-            return _NAN if isnan(number) else _FLOAT + _DOUBLE(number or 0.0)
-        case Number() if number.is_integer:
-            return encoding.encode_integer_text(number.integer_text())
-        case Number():
-            return encoding.DECIMAL + number.decimal_text().encode()
-        case never:
-            assert_never(never)
+def _integer_key(number: int) -> bytes:
+    return encoding.encode_integer(number) if -_INT64 <= number < _INT64 else encoding.encode_integer_text(str(number))
+
+
+def _float_key(number: float) -> bytes:
+    return _NAN if isnan(number) else _FLOAT + _DOUBLE(number or 0.0)
+
+
+def _number_key(number: Number) -> bytes:
+    if number.is_integer:
+        return encoding.encode_integer_text(number.integer_text())
+    return encoding.DECIMAL + number.decimal_text().encode()
+
+
+_KEY_OF: Final[dict[type, Callable[[Any], bytes]]] = {
+    type(None): lambda _: encoding.NULL,
+    bool: lambda flag: encoding.TRUE if flag else encoding.FALSE,
+    int: _integer_key,
+    float: _float_key,
+    str: encoding.encode_text,
+    bytes: lambda raw: encoding.BYTES + raw,
+    Number: _number_key,
+    UUID: lambda uuid: encoding.UUID + uuid.bytes,
+    Instant: lambda instant: encoding.INSTANT + encoding.encode_integer(instant.nanoseconds),
+}
+"""Maps each type of scalars to its canonical bytes. (A `match` would take longer than encoding a short text.)"""
 
 
 def key_of(tree: Tree) -> bytes:
@@ -126,20 +147,20 @@ def encode_content(tree: Tree, without: Without) -> bytes:
 
 def _append(tree: Tree, without: Without, parts: list[bytes]) -> None:
     # One call a level, like the readers that make the tree, whose depth `deeper` limits.
-    match tree:
-        case dict():
-            kept = [key for key in sorted(tree) if without.get(key, _NOTHING) is not None] if without else sorted(tree)
-            parts.append(_OBJECT + encoding.length(len(kept)))
-            for key in kept:
-                parts.append(encoding.prefixed(key))
-                _append(tree[key], without.get(key) or _NOTHING, parts)
-        case list():
-            left = [(at, each) for at, each in enumerate(tree) if without.get(at, _NOTHING) is not None]
-            parts.append(_ARRAY + encoding.length(len(left)))
-            for at, each in left:
-                _append(each, without.get(at) or _NOTHING, parts)
-        case Named(type_name, content):
-            parts.append(_NAMED + encoding.prefixed(type_name.encode()))
-            _append(content, without, parts)
-        case scalar:
-            parts.append(encoding.prefixed(scalar_key(scalar)))
+    key_of_scalar = _KEY_OF.get(type(tree))
+    if key_of_scalar is not None:
+        parts.append(encoding.prefixed(key_of_scalar(tree)))
+    elif isinstance(tree, dict):
+        kept = [key for key in sorted(tree) if without.get(key, _NOTHING) is not None] if without else sorted(tree)
+        parts.append(_OBJECT + encoding.length(len(kept)))
+        for key in kept:
+            parts.append(encoding.prefixed(key))
+            _append(tree[key], without.get(key) or _NOTHING, parts)
+    elif isinstance(tree, list):
+        left = [(at, each) for at, each in enumerate(tree) if without.get(at, _NOTHING) is not None]
+        parts.append(_ARRAY + encoding.length(len(left)))
+        for at, each in left:
+            _append(each, without.get(at) or _NOTHING, parts)
+    elif isinstance(tree, Named):
+        parts.append(_NAMED + encoding.prefixed(tree.type_name.encode()))
+        _append(tree.content, without, parts)

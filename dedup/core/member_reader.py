@@ -15,7 +15,7 @@ from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.content_tree import Tree, Without, encode_content, key_of
+from dedup.core.content_tree import Keys, Tree, Without, encode_content, key_of, text_key
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
 from dedup.core.odd_rows import NotInColumns, at_rows, in_order, in_pieces, ordered
@@ -28,6 +28,7 @@ MANY: Final = 8
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
 """Stands for an item that has a timestamp type but does not contain a valid time."""
 _INT64: Final = 1 << 63
+_NAMES: Final = Keys(lambda name: text_key(name.decode()))
 
 
 @dataclass(slots=True)
@@ -141,9 +142,18 @@ class Cursor(ABC):
     def tree(self, depth: int) -> Tree:
         """Read one item and everything in it. Raises Damaged if the item is not valid, and Unreadable if it is deep."""
 
+    @abstractmethod
+    def name(self) -> bytes | None:
+        """Read the key of a member of a map. Return the UTF-8 of a text, or None for any other key."""
+
     def member(self, members: dict[bytes, Tree], depth: int) -> None:
         """Read the key and the value of one member of a map, and add them to ``members``."""
-        key = key_of(self.tree(depth))
+        start, name = self.at, self.name()
+        if name is None:
+            self.at = start
+            key = key_of(self.tree(depth))
+        else:
+            key = _NAMES[name] if name.isascii() else text_key(self.text(name))
         self.is_repeated |= key in members
         members[key] = self.tree(depth)
 

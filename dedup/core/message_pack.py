@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, NamedTuple, cast
 import msgspec
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.content_tree import Named, Scalar, Tree, deeper
+from dedup.core.content_tree import Keys, Named, Scalar, Tree, Without, deeper, encode_content, text_key
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
@@ -79,6 +79,10 @@ _NO_FIELD: Final = re.compile(r'["\\\x00-\x1f]')
 """The characters that msgspec refuses in the name of a field."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
+_ITEM: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder()
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_PLAIN: Final = frozenset({str, int, float, bool, bytes, type(None)})
+_NAMES: Final = Keys(text_key)
 _MEMBERS: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
 
@@ -265,7 +269,7 @@ class _Cursor(Cursor):
     def _members(self, wanted: PathTree, count: int) -> None:
         seen: set[bytes] = set()
         for _ in range(count):
-            name = self._name()
+            name = self.name()
             below = None if name is None else wanted.members.get(name)
             if name is None or below is None:
                 self._skip()
@@ -282,7 +286,7 @@ class _Cursor(Cursor):
             else:
                 self.item(below)
 
-    def _name(self) -> bytes | None:
+    def name(self) -> bytes | None:
         """Read a map key. Return the bytes of a text key, or None for any other key."""
         first = self._value[self.at] if self.at < len(self._value) else _NIL
         if first & 0xE0 == _FIXSTR:
@@ -404,6 +408,25 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
     return INVALID_TIMESTAMP if nanoseconds >= _SECOND_NS else Instant(seconds * _SECOND_NS + nanoseconds)
 
 
+class _NotPlain(Exception):
+    """Raised for an item that msgspec does not decode to what `_Cursor.tree` returns."""
+
+
+def _plain(item: Any, depth: int) -> Tree:  # noqa: ANN401 - what msgspec decodes
+    """Return an item that msgspec has decoded as `_Cursor.tree` would. Raises _NotPlain if that takes more."""
+    if isinstance(item, dict):
+        below = deeper(depth)
+        if any(type(name) is not str for name in item):
+            raise _NotPlain
+        return {_NAMES[name]: inner if type(inner) in _PLAIN else _plain(inner, below) for name, inner in item.items()}
+    if isinstance(item, list):
+        below = deeper(depth)
+        return [_plain(inner, below) for inner in item]
+    if type(item) not in _PLAIN:
+        raise _NotPlain
+    return cast("Scalar", item)
+
+
 class MessagePackReader(ItemReader):
     """Reads the members at given paths, and the event time, from MessagePack values."""
 
@@ -414,6 +437,17 @@ class MessagePackReader(ItemReader):
     def __init__(self, ids: Sequence[Path], time: FieldTime | None) -> None:
         super().__init__(ids, time)
         self._columns: Final = _compiled(ids, time)
+
+    def content(self, without: Without, value: bytes) -> bytes:
+        """Return the canonical content of a value. Raises Unreadable unless the value is one item."""
+        try:
+            item = _ITEM.decode(value)
+            # The same bytes: no map repeats a name, and no number has more or fewer bits than Python's.
+            if _ENCODER.encode(item) == value:
+                return encode_content(_plain(item, 0), without)
+        except (*DECODE_REFUSALS, _NotPlain):
+            pass
+        return super().content(without, value)
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
         """Return the columns of a batch. Raises NotInColumns if msgspec might not read every value exactly."""
