@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Final, NoReturn
@@ -64,6 +64,8 @@ _TYPES: Final = (
     *("bytes", "uint32", "enum", "sfixed32", "sfixed64", "sint32", "sint64"),
 )
 """The types of fields, indexed by their numbers in descriptor.proto."""
+_KEYS: Final = SCALARS.keys() - {"enum", "double", "float", "bytes"}
+"""The types that the keys of a map can have."""
 _REPEATED: Final = 3
 _WELL_KNOWN_FILES: Final = "google/protobuf/"
 """The directory of the files whose types are known, and which no reference can replace."""
@@ -82,6 +84,12 @@ class Field:
     oneof: str = ""
     message: Message | None = None
     """The message type of the field, or None if the field is not a single message."""
+    item: Field | None = None
+    """What a repeated field, a map, or a group consists of, or None for any other field.
+
+    This is an element of a repeated field, an entry of a map (a message with the fields `key` and `value`), or the
+    message of a group. It is None for a map whose types are not known or not allowed, because most readers skip maps.
+    """
 
     @property
     def type_name(self) -> str:
@@ -243,7 +251,8 @@ class _Parser:
         self._known: Final = frozenset(named)
         self._tokens: Final = [*_tokens(text.removeprefix("\ufeff")), ("end", "", text.count("\n") + 1)]
         self._at = 0
-        self._entries: Final[set[str]] = set()
+        self._entries: Final[dict[str, tuple[str, ...]]] = {}
+        """Maps the type of a map's entries, as fields name it, to the types of the key and the value."""
         self._proto3 = False
         self._package = ""
         self._numbers: Final[set[tuple[int, int]]] = set()
@@ -300,7 +309,8 @@ class _Parser:
         made = Message(_join(scope, _text(found, 1)))
         if any(_number(options, 7) for options in _each(found, 7)):  # map_entry
             nested.append(None)
-            self._entries.add(f".{made.name}")
+            types = {_number(each, 3): _described_type(each) for each in _each(found, 2)}
+            self._entries[f".{made.name}"] = (types.get(1, ""), types.get(2, ""))
             return
         nested.append(made)
         self._define(made.name, made)
@@ -314,16 +324,19 @@ class _Parser:
 
     def _described_field(self, message: Message, found: _Fields, oneofs: list[str]) -> None:
         number, label, kind = (_number(found, key) for key in (3, 4, 5))
-        name, type_name = _text(found, 1), _text(found, 6) or _TYPES[kind]
+        name, type_name = _text(found, 1), _described_type(found)
+        types: tuple[str, ...] = (type_name,)
         is_optional = bool(_number(found, 17))  # proto3_optional, with a oneof for this field alone
         oneof = oneofs[_number(found, 9)] if found.get(9) and not is_optional else ""
         word = _TYPES[kind]
-        if word == "group":
+        is_group = word == "group"
+        if is_group:
             self._later.append(lambda: self._mark_group(type_name[1:]))
         if label == _REPEATED:
             word = "map" if type_name in self._entries else "repeated"
+            types = self._entries.get(type_name, types)
         made = Field(number, word, not self._proto3 or is_optional or bool(oneof), oneof)
-        self._later.append(lambda: self._add(message, name, made, type_name))
+        self._later.append(lambda: self._add(message, name, made, types, is_group=is_group))
 
     def _import(self, name: str, *, public: bool) -> None:
         """Make the types of a file known."""
@@ -407,46 +420,67 @@ class _Parser:
         if label:
             word = self._take()
         is_group = word == "group"
+        types: list[str] = []
         if word == "map" and self._word == "<":
             for mark in ("<", ","):
                 self._expect(mark)
-                self._type_name()
+                types.append(self._type_name())
             self._expect(">")
-            name, kind, type_name = self._take("name"), "map", ""
+            name, kind = self._take("name"), "map"
             message.nested.append(None)
         else:
             self._at -= not is_group
-            type_name = self._type_name()
-            name = type_name.lower() if is_group else self._take("name")
-            single = type_name if type_name in SCALARS else "group" if is_group else "message"
-            kind = label if label == "repeated" else single
+            types.append(self._type_name())
+            name = types[0].lower() if is_group else self._take("name")
+            kind = "repeated" if label == "repeated" else "group" if is_group else ""
         self._expect("=")
         number = self._field_number()
         if self._word == "[":
             self._skip_block()
         if is_group:
-            made = Message(_join(message.name, type_name), is_group=True)
+            made = Message(_join(message.name, types[0]), is_group=True)
             message.nested.append(made)
             self._body(made, depth + 1)
         else:
             self._expect(";")
         presence = not self._proto3 or label == "optional" or bool(oneof)
-        self._later.append(lambda: self._add(message, name, Field(number, kind, presence, oneof), type_name))
+        found = Field(number, kind, presence, oneof)
+        self._later.append(lambda: self._add(message, name, found, types, is_group=is_group))
 
-    def _add(self, message: Message, name: str, made: Field, type_name: str) -> None:
+    def _add(self, message: Message, name: str, made: Field, types: Sequence[str], *, is_group: bool) -> None:
         if not name or not 0 < made.number <= _MOST_NUMBER:
             self._refuse(f"has a field without a name, or whose number is not 1 to {_MOST_NUMBER:,}")
         if name in message.fields or (id(message), made.number) in self._numbers:
             self._refuse(f"has two fields with the name or the number of {message.name}.{name}")
         self._numbers.add((id(message), made.number))
-        if made.kind in {"map", "group"} or type_name in SCALARS:
-            message.fields[name] = made
+        if made.kind == "map":
+            message.fields[name] = replace(made, item=self._entry(made.number, types, message.name))
             return
-        found = self._find(type_name, message.name)
-        if made.kind != "repeated":
-            kind = "enum" if found is None else "message"
-            made = Field(made.number, kind, made.has_presence or found is not None, made.oneof, found)
-        message.fields[name] = made
+        single = self._single(made, types[0], message.name, is_group=is_group)
+        if made.kind == "repeated":
+            single = replace(made, item=replace(single, has_presence=True))
+        message.fields[name] = single
+
+    def _single(self, made: Field, type_name: str, scope: str, *, is_group: bool = False) -> Field:
+        """Return a field with the given type, which is not repeated."""
+        if type_name in SCALARS and not is_group:
+            return replace(made, kind=type_name)
+        found = self._find(type_name, scope)
+        if found is None:
+            return replace(made, kind="enum")
+        message = replace(made, kind="message", has_presence=True, message=found)
+        return replace(made, kind="group", item=message) if is_group else message
+
+    def _entry(self, number: int, types: Sequence[str], scope: str) -> Field | None:
+        if types[0] not in _KEYS:
+            return None
+        try:
+            key, value = (
+                self._single(Field(at, "", has_presence=True), each, scope) for at, each in enumerate(types, 1)
+            )
+        except SchemaRefused:
+            return None
+        return Field(number, "message", has_presence=True, message=Message("", {"key": key, "value": value}))
 
     def _find(self, name: str, scope: str) -> Message | None:
         """Return the message with the given name, or None if the name belongs to an enum."""
@@ -571,6 +605,11 @@ def _texts(found: _Fields, number: int) -> list[str]:
 
 def _text(found: _Fields, number: int) -> str:
     return (_texts(found, number) or [""])[-1]
+
+
+def _described_type(found: _Fields) -> str:
+    """Return the type of an encoded FieldDescriptorProto: a scalar type, or the full name of a type after a dot."""
+    return _text(found, 6) or _TYPES[_number(found, 5)]
 
 
 def _number(found: _Fields, number: int) -> int:

@@ -1,5 +1,7 @@
 """Reads members of Protobuf values by path, from one value (`ProtobufReader.read`) or as columns from a batch.
 
+`ProtobufCursor` reads the fields of one value, and protobuf_content.py reads whole values with it.
+
 A value is the encoding of one message of a known type. `read` and `columns` skip the fields that are not requested.
 `ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged,
 `columns` raises NotInColumns. The caller must then use `ProtobufReader.read` for the rows that the exception names, or
@@ -26,8 +28,9 @@ from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, varint, varints
 
 _VARINT_BITS: Final = 64
-_VARINT, _FIXED64, _SIZED, _GROUP, _END, _FIXED32 = range(6)
-_WIDTHS: Final = {_FIXED64: 8, _FIXED32: 4}
+VARINT, _FIXED64, SIZED, GROUP, END, FIXED32 = range(6)
+"""The wire types."""
+_WIDTHS: Final = {_FIXED64: 8, FIXED32: 4}
 _MOST_TAG: Final = (1 << 32) - 1
 _OVER: Final = _MOST_TAG + 1
 """Stands for the next tag of a message that has ended."""
@@ -169,7 +172,7 @@ class ProtobufReader:
         zero = self._zeros and time is None and not last.has_presence and last.kind in SCALARS
         column = _Column(len(self.texts), name, last.has_presence or zero, is_refused(name, time))
         slots = [column.slot, column.slot + 1] if column.is_timestamp else [column.slot]
-        self.texts.extend(SCALARS.get(name) == _SIZED for _ in slots)
+        self.texts.extend(SCALARS.get(name) == SIZED for _ in slots)
         steps, step, opens = self.steps, _Step(0), self.opened
         for holder, each in zip([message, *(each.message for each in fields)], fields, strict=False):
             others = holder.fields.values() if holder is not None and each.oneof else ()
@@ -200,18 +203,13 @@ class ProtobufReader:
             # come last.
             fault = self._without_ids.fault(value, found) or fault
         try:
-            if isinstance(fault, Unreadable):
-                raise fault
-            text = f"the value is not a message of the schema: {fault}"
+            raise fault if isinstance(fault, Unreadable) else not_a_message(value, fault)
         finally:
             del fault  # otherwise, the exception and this frame would refer to each other
-        if value[:1] == b"{" and value[-1:] == b"}":
-            raise Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
-        raise with_foreign_format(value, "not_protobuf", text)
 
     def fault(self, value: bytes, found: list[Leaf]) -> Damaged | Unreadable | None:
         """Append the requested parts of a value to ``found``, and return an error if the value cannot be read."""
-        cursor = _Cursor(self, value)
+        cursor = _SlotCursor(self, value)
         try:
             cursor.walk(self.steps, len(value))
             found += [ABSENT if each is None else self._leaf(each, cursor.found) for each in self._columns]
@@ -237,7 +235,7 @@ class ProtobufReader:
         if isinstance(raw, bytes):
             if not raw and not column.has_presence:
                 return ABSENT
-            return raw if column.type_name == "bytes" else _text(raw)
+            return raw if column.type_name == "bytes" else utf8(raw)
         raws = np.array([raw], np.uint64)
         if column.type_name == TIMESTAMP:
             try:
@@ -253,7 +251,7 @@ class ProtobufReader:
         there = batch.there[column.slot]
         if column.is_refused:
             raws: list[Any] = batch.raws[column.slot].tolist()
-            if SCALARS.get(column.type_name, _SIZED) == _SIZED:
+            if SCALARS.get(column.type_name, SIZED) == SIZED:
                 ends = batch.ends[column.slot].tolist()
                 raws = [batch.joined[start:end] for start, end in zip(raws, ends, strict=True)]
             return [
@@ -285,12 +283,21 @@ def protobuf_reader(
     return ProtobufReader(message_at(parse_proto(schema), indexes), ids, time, zeros=zeros)
 
 
+def not_a_message(value: bytes, damage: Damaged) -> Unreadable:
+    """Return the error for a damaged value."""
+    text = f"the value is not a message of the schema: {damage}"
+    if value[:1] == b"{" and value[-1:] == b"}":
+        return Unreadable("not_protobuf", f"{text}; it looks like JSON", format_name="json")
+    return with_foreign_format(value, "not_protobuf", text)
+
+
 def _step(steps: dict[int, _Step], each: Field) -> _Step:
-    wire = -1 if each.kind in {"repeated", "map", "group"} else SCALARS.get(each.kind, _SIZED)
+    wire = -1 if each.kind in {"repeated", "map", "group"} else SCALARS.get(each.kind, SIZED)
     return steps.setdefault(each.number, _Step(wire))
 
 
-def _text(raw: bytes) -> str:
+def utf8(raw: bytes) -> str:
+    """Return the text of a string field. Raises Unreadable if it is not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -312,26 +319,97 @@ def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int]:
     return cast("list[int]", (whole * 1000 + rest // _MS_NS).tolist())
 
 
-class _Cursor:
-    """A read position in one Protobuf value. `walk` advances the position past a message."""
+class ProtobufCursor:
+    """A read position in one Protobuf value. The methods advance it, and raise Damaged before they pass ``end``."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value: Final = value
+        self.at = 0
+
+    def tag(self, end: int) -> tuple[int, int]:
+        """Return the number and the wire type of the next field."""
+        tag = self.varint(end)
+        if tag > _MOST_TAG or not tag >> 3:
+            raise Damaged(f"a field has the number {tag >> 3} (before byte {self.at})")
+        if tag & 7 > FIXED32:
+            raise Damaged(f"a field has the wire type {tag & 7} (before byte {self.at})")
+        return tag >> 3, tag & 7
+
+    def field(self, number: int, wire: int, end: int, depth: int = 0) -> int | bytes:
+        """Advance past a field's value, and return the value as a number or as bytes.
+
+        A group's value is everything between its two tags. If ``depth`` is not 0, the group is within the value of
+        another one, and the result is empty, so that no byte is copied once per level. Raises Unreadable if groups are
+        nested too deep.
+        """
+        if wire == VARINT:
+            return self.varint(end)
+        if wire in _WIDTHS:
+            return int.from_bytes(self._bytes(_WIDTHS[wire], end), "little")
+        if wire == SIZED:
+            return self._bytes(self.varint(end), end)
+        if depth == MAX_DEPTH:
+            raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
+        start = self.at
+        while True:
+            behind = self.at
+            inner, wire = self.tag(end)
+            if wire == END and inner == number:
+                return b"" if depth else self._value[start:behind]
+            if wire == END:
+                raise self.unexpected_end()
+            self.field(inner, wire, end, depth + 1)
+
+    def sized_end(self, end: int) -> int:
+        """Advance past the size of a message or of packed elements, and return the position at which they end."""
+        size = self.varint(end)
+        if size > end - self.at:
+            raise self._ends_inside(size)
+        return self.at + size
+
+    def varint(self, end: int) -> int:
+        """Return the next number."""
+        raw, self.at = varint(self._value, self.at, end)
+        return raw
+
+    def other_wire_type(self, number: int) -> Damaged:
+        """Return the error for a field whose tag does not match the schema."""
+        return Damaged(f"field {number} has another wire type than in the schema (before byte {self.at})")
+
+    def unexpected_end(self) -> Damaged:
+        """Return the error for the tag of a group's end that does not match the begin."""
+        return Damaged(f"a group ends that did not begin (before byte {self.at})")
+
+    def _ends_inside(self, size: int) -> Damaged:
+        return Damaged(f"it ends inside a field of {size} bytes (byte {self.at})")
+
+    def _bytes(self, size: int, end: int) -> bytes:
+        if size > end - self.at:
+            raise self._ends_inside(size)
+        taken = self._value[self.at : self.at + size]
+        self.at += size
+        return taken
+
+
+class _SlotCursor(ProtobufCursor):
+    """Reads one value into the slots of a reader. `walk` advances the position past a message."""
 
     def __init__(self, reader: ProtobufReader, value: bytes) -> None:
-        self._value: Final = value
+        super().__init__(value)
         self._empty: Final = [b"" if text else 0 for text in reader.texts]
         self.found: Final[list[int | bytes | Absent]] = [ABSENT] * len(reader.texts)
         for slot in reader.opened:
             self.found[slot] = self._empty[slot]
-        self._at = 0
 
     def walk(self, steps: Mapping[int, _Step], end: int) -> None:
-        while self._at < end:
-            number, wire = self._tag(end)
-            if wire == _END:
-                raise Damaged(f"a group ends that did not begin (before byte {self._at})")
+        while self.at < end:
+            number, wire = self.tag(end)
+            if wire == END:
+                raise self.unexpected_end()
             step = steps.get(number)
             if step is not None and step.is_wanted and step.wire not in {-1, wire}:
-                raise Damaged(f"field {number} has another wire type than in the schema (before byte {self._at})")
-            raw = self._skip(number, wire, end, 0)
+                raise self.other_wire_type(number)
+            raw = self.field(number, wire, end)
             if step is not None and step.wire in {-1, wire}:
                 self._take(step, raw)
 
@@ -344,46 +422,9 @@ class _Cursor:
         for slot in step.takes:
             self.found[slot] = raw
         if step.below and isinstance(raw, bytes):
-            behind = self._at
-            self._at = behind - len(raw)
+            behind = self.at
+            self.at = behind - len(raw)
             self.walk(step.below, behind)
-
-    def _tag(self, end: int) -> tuple[int, int]:
-        tag = self._varint(end)
-        if tag > _MOST_TAG or not tag >> 3:
-            raise Damaged(f"a field has the number {tag >> 3} (before byte {self._at})")
-        if tag & 7 > _FIXED32:
-            raise Damaged(f"a field has the wire type {tag & 7} (before byte {self._at})")
-        return tag >> 3, tag & 7
-
-    def _skip(self, number: int, wire: int, end: int, depth: int) -> int | bytes:
-        """Advance past a field's value, and return the value as a number or as bytes, which are empty for a group."""
-        if wire == _VARINT:
-            return self._varint(end)
-        if wire in _WIDTHS:
-            return int.from_bytes(self._bytes(_WIDTHS[wire], end), "little")
-        if wire == _SIZED:
-            return self._bytes(self._varint(end), end)
-        if depth == MAX_DEPTH:
-            raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
-        while True:
-            inner, wire = self._tag(end)
-            if wire == _END and inner == number:
-                return b""
-            if wire == _END:
-                raise Damaged(f"a group ends that did not begin (before byte {self._at})")
-            self._skip(inner, wire, end, depth + 1)
-
-    def _bytes(self, size: int, end: int) -> bytes:
-        if size > end - self._at:
-            raise Damaged(f"it ends inside a field of {size} bytes (byte {self._at})")
-        taken = self._value[self._at : self._at + size]
-        self._at += size
-        return taken
-
-    def _varint(self, end: int) -> int:
-        raw, self._at = varint(self._value, self._at, end)
-        return raw
 
 
 class _Batch:
@@ -435,7 +476,7 @@ class _Batch:
     def _field(self, step: _Step | None, tag: int, rows: _Longs, at: _Longs, ends: _Longs) -> _Longs:
         """Read one field in each row, and return the position at which the field ends."""
         wire = tag & 7
-        if not tag >> 3 or wire not in {_VARINT, _FIXED64, _SIZED, _FIXED32}:
+        if not tag >> 3 or wire not in {VARINT, _FIXED64, SIZED, FIXED32}:
             raise NotInColumns(rows.tolist())
         if step is not None and step.is_wanted and step.wire not in {-1, wire}:
             raise NotInColumns(rows.tolist())
@@ -456,7 +497,7 @@ class _Batch:
         if wire in _WIDTHS:
             return at.view(np.uint64), at, at + _WIDTHS[wire]
         raws, behind = varints(self._text, at, ends)
-        if wire == _VARINT:
+        if wire == VARINT:
             return raws, at, behind
         refuse(raws > len(self.joined))
         return behind.view(np.uint64), behind, behind + raws.view(np.int64)

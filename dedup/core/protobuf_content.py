@@ -1,14 +1,332 @@
-"""Placeholder."""
+"""Reads whole Protobuf values as canonical content, for IDs over the content of values.
+
+Two values have equal content if they are encodings of equal messages. The members of a message are known by the numbers
+of their fields, so renaming a field does not change the content. As in Protobuf's libraries, the last value of a field
+counts, the occurrences of a message merge, and a member of a oneof clears the other members. A field without presence
+is absent if it is zero or empty. A repeated field and a map are absent if they are empty. An enum is its number.
+
+Unknown fields are part of the content, unless the schema is pinned. A number that the schema does not define stands for
+the list of its values in the order of the encoding, each with the name of its wire type, such as `wire 0`. Source:
+"Encoding" and "Field Presence" of protobuf.dev.
+"""
 
 from __future__ import annotations
 
-from dedup.core.content_tree import Content
-from dedup.core.framing import SchemaText
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, cast
+
+from dedup.core.content_tree import Content, Named, Scalar, Tree, Without, deeper, encode_content, scalar_key, text_key
+from dedup.core.exact_json import Excluded, excluded
+from dedup.core.framing import SchemaRefused, SchemaText
+from dedup.core.proto_schema import SCALARS, Field, Message, message_at, parse_proto
+from dedup.core.protobuf import END, GROUP, SIZED, ProtobufCursor, not_a_message, utf8
 from dedup.core.tracking_id import Path
+from dedup.core.varint import Damaged
+
+_LOW_32: Final = (1 << 32) - 1
+_SIGN_32: Final = 1 << 31
+_SIGN_64: Final = 1 << 63
+_FLOAT: Final = struct.Struct("<f").unpack
+_DOUBLE: Final = struct.Struct("<d").unpack
 
 
+def _zigzag(raw: int) -> int:
+    return raw >> 1 ^ -(raw & 1)
+
+
+_VALUES: Final[Mapping[str, Callable[[Any], Tree]]] = {
+    **dict.fromkeys(("int32", "sfixed32", "enum"), lambda raw: (raw & _LOW_32 ^ _SIGN_32) - _SIGN_32),
+    **dict.fromkeys(("int64", "sfixed64"), lambda raw: (raw ^ _SIGN_64) - _SIGN_64),
+    **dict.fromkeys(("uint64", "fixed64", "bytes"), lambda raw: raw),
+    **dict.fromkeys(("uint32", "fixed32"), lambda raw: raw & _LOW_32),
+    "sint32": lambda raw: _zigzag(raw & _LOW_32),
+    "sint64": _zigzag,
+    "bool": lambda raw: raw != 0,
+    "float": lambda raw: _FLOAT(raw.to_bytes(4, "little"))[0],
+    "double": lambda raw: _DOUBLE(raw.to_bytes(8, "little"))[0],
+    "string": utf8,
+}
+"""Maps each scalar type to a function that decodes what `ProtobufCursor.field` returns (numbers as in protobuf.py)."""
+_WIRE_TYPES: Final = tuple(f"wire {wire}" for wire in range(6))
+_KEY: Final = scalar_key(1)
+_VALUE: Final = scalar_key(2)
+"""The keys of the members of a map's entry."""
+
+
+class _Members(dict[bytes, Tree]):
+    """The members of one message. If the message occurs again, the members of both are merged."""
+
+    __slots__ = ("_chosen",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen: dict[str, bytes] | None = None  # most messages have no oneof, so this saves memory
+
+    def choose(self, oneof: str, key: bytes) -> None:
+        """Remove the member of a oneof that was set before another one."""
+        if self._chosen is None:
+            self._chosen = {}
+        before = self._chosen.get(oneof, key)
+        if before != key:
+            self.pop(before, None)
+        self._chosen[oneof] = key
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """The type of a number, a text, or bytes."""
+
+    wires: tuple[int, ...]
+    """The wire types that a field of this type may have. The first one is that of a single value."""
+    value: Callable[[Any], Tree]
+
+    def read(self, cursor: _ContentCursor, wire: int, end: int, _depth: int, _before: object) -> Tree:
+        """Return the value of a field, which may change ``before``, the value that the message has for the field.
+
+        ``end`` and ``depth`` are those of the message. ``before`` is None if it has no value yet.
+        """
+        return self.value(cursor.field(0, wire, end))
+
+
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """The type of a message or of a group."""
+
+    wires: tuple[int, ...]
+    table: _Table
+    number: int
+
+    def read(self, cursor: _ContentCursor, wire: int, end: int, depth: int, before: object) -> Tree:
+        found = before if isinstance(before, _Members) else _Members()
+        if wire == GROUP:
+            cursor.walk(self.table, found, end, deeper(depth), self.number)
+        else:
+            cursor.walk(self.table, found, cursor.sized_end(end), deeper(depth))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """The type of a repeated field, whose numbers may be packed."""
+
+    wires: tuple[int, ...]
+    element: _Scalar | _Nested
+
+    def read(self, cursor: _ContentCursor, wire: int, end: int, depth: int, before: object) -> Tree:
+        found: list[Tree] = before if isinstance(before, list) else []
+        inside, single = deeper(depth), self.wires[0]
+        if wire == single:
+            found.append(self.element.read(cursor, wire, end, inside, None))
+            return found
+        behind = cursor.sized_end(end)
+        while cursor.at < behind:
+            found.append(self.element.read(cursor, single, behind, inside, None))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The type of a map, whose entries are messages."""
+
+    wires: tuple[int, ...]
+    table: _Table
+    no_key: Tree
+    no_value: Tree
+    """The value of an entry without a value, or None if it is a message."""
+
+    def read(self, cursor: _ContentCursor, _wire: int, end: int, depth: int, before: object) -> Tree:
+        found: dict[bytes, Tree] = before if isinstance(before, dict) else {}
+        entry = _Members()
+        entry[_KEY] = self.no_key
+        entry[_VALUE] = _Members() if self.no_value is None else self.no_value
+        cursor.walk(self.table, entry, cursor.sized_end(end), deeper(depth))
+        key, value = cast("Scalar", entry.pop(_KEY)), entry.pop(_VALUE)
+        # What is left is unknown. Libraries ignore it, but records that differ only there must not become duplicates.
+        found[scalar_key(key)] = Named("entry", [value, entry]) if entry else value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A field of a message."""
+
+    key: bytes
+    type: _Scalar | _Nested | _List | _Map
+    is_kept: bool
+    """Says whether the field is present if its value is zero or empty."""
+    oneof: str
+
+
+_Table = dict[int, _Member]
+"""The fields of a message by number."""
+
+
+class _ContentCursor(ProtobufCursor):
+    def __init__(self, value: bytes, *, keeps_unknown: bool) -> None:
+        super().__init__(value)
+        self._keeps_unknown: Final = keeps_unknown
+
+    def walk(self, table: _Table, found: _Members, end: int, depth: int, group: int = 0) -> None:
+        """Add the fields of a message to ``found``. The message ends at ``end`` or with the tag of its group's end."""
+        while self.at < end or group:
+            number, wire = self.tag(end)
+            if wire == END:
+                if number != group:
+                    raise self.unexpected_end()
+                return
+            member = table.get(number)
+            if member is None:
+                raw = self.field(number, wire, end)
+                if self._keeps_unknown:
+                    cast("list[Tree]", found.setdefault(scalar_key(number), [])).append(Named(_WIRE_TYPES[wire], raw))
+                continue
+            if wire not in member.type.wires:
+                raise self.other_wire_type(number)
+            if member.oneof:
+                found.choose(member.oneof, member.key)
+            value = member.type.read(self, wire, end, depth, found.get(member.key))
+            if value or member.is_kept:
+                found[member.key] = value
+            else:
+                found.pop(member.key, None)
+
+
+class _Tables:
+    """Makes the table of a message type, and those of the types that it contains, which may include itself."""
+
+    def __init__(self) -> None:
+        self._made: Final[dict[Message, _Table]] = {}
+        self._due: Final[list[Message]] = []
+
+    def of(self, root: Message) -> _Table:
+        """Return the table of a message type. Raises SchemaRefused if a type is not known."""
+        found = self._table(root)
+        while self._due:
+            message = self._due.pop()
+            for name, each in message.fields.items():
+                self._made[message][each.number] = self._member(f"{message.name}.{name}", each)
+        return found
+
+    def _table(self, message: Message) -> _Table:
+        """Return a table that is filled later, so that a long chain of types needs no deep recursion."""
+        if message not in self._made:
+            self._made[message] = {}
+            self._due.append(message)
+        return self._made[message]
+
+    def _member(self, name: str, each: Field) -> _Member:
+        key, item = scalar_key(each.number), each.item
+        if each.kind not in {"map", "repeated"}:
+            return _Member(key, self._single(each), each.has_presence, each.oneof)
+        if item is None:
+            raise SchemaRefused(f"has a map with a type that it does not define: {name[:64]}")
+        if each.kind == "repeated":
+            element = self._single(item)
+            packed = {SIZED} - set(element.wires) if isinstance(element, _Scalar) else ()
+            return _Member(key, _List((*element.wires, *packed), element), is_kept=False, oneof="")
+        entry = _message_of(item)
+        zeros = map(_zero, entry.fields.values())
+        return _Member(key, _Map((SIZED,), self._table(entry), *zeros), is_kept=False, oneof="")
+
+    def _single(self, each: Field) -> _Scalar | _Nested:
+        if each.kind in SCALARS:
+            return _Scalar((SCALARS[each.kind],), _VALUES[each.kind])
+        return _Nested((GROUP if each.kind == "group" else SIZED,), self._table(_message_of(each)), each.number)
+
+
+def _message_of(each: Field) -> Message:
+    """Return the message of a field that is a message or a group."""
+    return cast("Message", each.message if each.item is None else each.item.message)
+
+
+def _zero(each: Field) -> Tree:
+    return None if each.kind == "message" else _VALUES[each.kind](b"" if SCALARS[each.kind] == SIZED else 0)
+
+
+def _without(message: Message, exclude: Excluded) -> Without:
+    """Return the members to leave out of a message. Paths that the message does not have add nothing."""
+    found: dict[bytes | int, Without | None] = {}
+    for step, below in exclude.items():
+        each = message.fields.get(step) if isinstance(step, str) else None
+        if each is not None:
+            found[scalar_key(each.number)] = None if below is None else _without_in(each, below)
+    return found
+
+
+def _without_in(each: Field, exclude: Excluded) -> Without:
+    item = each.item
+    if each.kind in SCALARS or (each.kind == "map" and item is None):
+        return {}
+    if item is None or each.kind == "group":
+        return _without(_message_of(each), exclude)
+    found: dict[bytes | int, Without | None] = {}
+    key, value = _message_of(item).fields.values() if each.kind == "map" else (None, item)
+    for step, below in exclude.items():
+        inner = None if below is None else _without_in(value, below)
+        if key is None and isinstance(step, int):
+            found[step] = inner
+        elif key is not None and key.kind == "string" and isinstance(step, str):
+            found[text_key(step)] = inner
+    return found
+
+
+def _leave_out(tree: Tree, without: Without) -> None:
+    """Remove members, elements, and entries. A repeated field or a map that becomes empty is absent, like any other."""
+    steps: list[Any] = []
+    if isinstance(tree, dict):
+        steps = [step for step in without if step in tree]
+    elif isinstance(tree, list):  # from the end, so that earlier positions stay valid
+        steps = sorted((step for step in without if isinstance(step, int) and step < len(tree)), reverse=True)
+    found = cast("dict[Any, Tree]", tree)
+    for step in steps:
+        below, inner = without[step], found[step]
+        if below is not None:
+            _leave_out(inner, below)
+            if inner or isinstance(inner, _Members) or not isinstance(inner, dict | list):
+                continue
+        del found[step]
+
+
+def _pinned(written: Message, pinned: str) -> Message:
+    """Return the message type of the pinned schema that has the name of the type of the values."""
+    try:
+        due = [parse_proto(pinned)]
+    except SchemaRefused as refused:
+        raise SchemaRefused(f"is read with the pinned schema, which {refused}") from None
+    while due:
+        message = due.pop()
+        if message.name == written.name:
+            return message
+        due += filter(None, message.nested)
+    raise SchemaRefused(f"defines the message {written.name[:64]}, which the pinned schema does not define")
+
+
+@lru_cache(maxsize=256)
 def protobuf_content(
     schema: SchemaText, indexes: tuple[int, ...], pinned: SchemaText | None, exclude: tuple[Path, ...]
 ) -> Content:
-    """Placeholder."""
-    raise NotImplementedError
+    """Return a function that returns the canonical content of a payload, without the members at the excluded paths.
+
+    ``schema`` and ``indexes`` name the message type of the payload. ``pinned`` is .proto text: if it is given, the
+    message type with the same full name in this text replaces the payload's own, and unknown fields are not part of the
+    content. The function raises Unreadable if the payload is not one message of the type, even if only an excluded
+    member is damaged. Raises SchemaRefused if a schema is invalid or lacks the type.
+    """
+    message = message_at(parse_proto(schema), indexes)
+    if pinned is not None:
+        message = _pinned(message, pinned)
+    table, without = _Tables().of(message), _without(message, excluded(exclude))
+
+    def content(payload: bytes) -> bytes:
+        cursor, members = _ContentCursor(payload, keeps_unknown=pinned is None), _Members()
+        try:
+            cursor.walk(table, members, len(payload), deeper(0))
+        except Damaged as damage:
+            raise not_a_message(payload, damage) from None
+        _leave_out(members, without)
+        return encode_content(members, {})
+
+    return content

@@ -172,7 +172,7 @@ def test_values_of_other_orders_are_read_one_by_one_after_few_steps(monkeypatch)
 
 def test_values_that_lack_fields_are_read_in_columns(monkeypatch):
     monkeypatch.setattr("dedup.core.extract.extract_one", None)
-    monkeypatch.setattr("dedup.core.protobuf._Cursor", None)
+    monkeypatch.setattr("dedup.core.protobuf._SlotCursor", None)
     one = recipe(schema_of("string f = 1;", "string g = 2;", "int64 h = 3;", "M m = 4;"), "m.s")
     tail = b"\x22\x03\x12\x01a"
     values = [b"\x0a\x01x" + tail, b"\x12\x01x" + tail, b"\x18\x05" + tail, tail] * 50
