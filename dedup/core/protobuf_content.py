@@ -290,7 +290,7 @@ def _leave_out(tree: Tree, without: Without) -> None:
         del found[step]
 
 
-def _pinned(written: Message, pinned: str) -> Message:
+def _pinned(written: Message, pinned: SchemaText) -> Message:
     """Return the message type of the pinned schema that has the name of the type of the values."""
     try:
         due = [parse_proto(pinned)]
