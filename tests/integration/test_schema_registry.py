@@ -292,6 +292,45 @@ def test_equal_members_of_keys_of_two_schema_versions_are_one_id(
     assert f"schema {gone} was deleted; records with this schema: 302 (first: {topic}/" in said
 
 
+@pytest.mark.parametrize(
+    ("fmt", "pinned", "unique"),
+    [("avro", False, 700), ("avro", True, 400), ("protobuf", True, 400)],
+)
+def test_content_is_read_with_the_schema_of_each_value_or_with_one_for_all(
+    make_job: MakeJob,
+    registry: EmbeddedRegistry,
+    topic_names: Callable[[str], str],
+    fmt: str,
+    pinned: bool,
+    unique: int,
+) -> None:
+    """The second version has one more field, which is null in Avro, and which no value has in Protobuf."""
+    topic, file = topic_names(f"{fmt}-in"), {"avro": "order.avsc", "protobuf": "order.proto"}[fmt]
+    job = make_job(
+        document={
+            "source": {"topics": [topic], "format": fmt},
+            "tracking_id": {"content": {"schema": file} if pinned else {"exclude": []}},
+            "conflicts": {"exclude": ["n"], "schema": file},
+            "idle_after": "1s",
+        },
+        config={"schema_registry": {"url": registry.url}},
+        files={file: FIRST[fmt]},
+    )
+    first = serialized(registry, FIRST[fmt], topic, range(300))
+    second = serialized(registry, SECOND[fmt], topic, range(400))
+    job.send([Event(row % 2, value, BASE_MS + row) for row, value in enumerate([*first, *second, *first])])
+    worker = job.start()
+    until(lambda: len(job.read(job.output)) >= unique, "the events are forwarded")
+    worker.kill()
+    job.finish()
+    forwarded = [each.value() for each in job.read(job.output)]
+    assert len(forwarded) == len(set(forwarded)) == unique
+    assert set(forwarded) == {*first, *(second if unique > 400 else second[300:])}
+    assert job.read(job.topology.dead_letter) == []
+    dedup(job, "verify")
+    assert ("content_of_schemas" in dedup(job, "check", "--broker")) is not pinned
+
+
 @pytest.mark.parametrize(("fmt", "hops"), [("avro", "direct"), ("protobuf", "repartitioned")])
 def test_schemas_that_refer_to_other_subjects(
     make_job: MakeJob, registry: EmbeddedRegistry, topic_names: Callable[[str], str], fmt: str, hops: str

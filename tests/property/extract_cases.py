@@ -17,6 +17,7 @@ from dedup.core.tracking_id import (
     Part,
     PartsRule,
     RawContentRule,
+    SchemaFile,
     TrackingId,
 )
 
@@ -125,6 +126,13 @@ AVRO = {
         TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", 0, "id")), KeyRule()))), fmt="avro", schema=_AVSC
     ),
     "avro key": Recipe(TrackingId(KeyRule()), fmt="avro", schema=_AVSC),
+    "avro content": Recipe(
+        TrackingId(ContentRule((("t",), ("a", 0)), SchemaFile("event.avsc", _AVSC))),
+        fmt="avro",
+        fingerprint=True,
+        compared=ContentRule((("t",),)),
+        schema=_AVSC,
+    ),
 }
 AVRO_EVENTS = [
     b"\x02\x48" + UUID.encode() + b"\x80\x80\xd0\xe8\xe7\xf7\x83\x06\x00",
@@ -159,6 +167,14 @@ PROTOBUF = {
         TrackingId(FirstOfRule((FieldRule(("id",)), FieldRule(("a", "raw")), KeyRule()))), fmt="protobuf", schema=_PROTO
     ),
     "protobuf key": Recipe(TrackingId(KeyRule()), fmt="protobuf", schema=_PROTO),
+    "protobuf content": Recipe(
+        TrackingId(FirstOfRule((HeaderRule("x"), ContentRule((("t",), ("a", "id")))))),
+        FieldTime(("t",), "timestamp"),
+        "protobuf",
+        fingerprint=True,
+        compared=ContentRule((("many",),), SchemaFile("event.proto", _PROTO)),
+        schema=_PROTO,
+    ),
 }
 _AT = b"\x22\x06\x08\x80\x9d\xf9\xcb\x06\x39\x00\x40\xec\x8a\xb3\x49\x06\x00"
 PROTOBUF_EVENTS = [

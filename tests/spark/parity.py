@@ -125,7 +125,9 @@ message Place {
   string placed = 2;
 }
 """
-SCHEMAS = {"parity.avsc": AVSC, "parity.proto": PROTO}
+WITHOUT_V = json.dumps({**json.loads(AVSC), "fields": json.loads(AVSC)["fields"][:-1]})
+"""A schema of the same records, without one field."""
+SCHEMAS = {"parity.avsc": AVSC, "parity.proto": PROTO, "without-v.avsc": WITHOUT_V}
 """The schema files that topologies name."""
 _IN_AVRO = {"format": "avro", "schema_id": "none", "schema": "parity.avsc"}
 AVRO: dict[str, dict[str, Any]] = {
@@ -143,12 +145,21 @@ AVRO: dict[str, dict[str, Any]] = {
         "source": _IN_AVRO,
         "tracking_id": {"first_of": [{"field": "order.id"}, {"field": "id"}, {"key": True}]},
     },
+    "avro-content": {
+        "source": _IN_AVRO,
+        "tracking_id": {"content": {"exclude": ["at", "order.placed"], "schema": "without-v.avsc"}},
+        "conflicts": {"topic": "{name}-conflicts", "exclude": ["at"]},
+    },
 }
 """Topologies for the events that `in_avro` returns."""
 
 
 _KEPT = {"tracking_id": {"field": "id", "normalize": ["trim", "lower"]}, "conflicts": {"topic": "{name}-conflicts"}}
 _BY_FIELDS = {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "timestamp"}}
+_BY_CONTENT = {
+    "tracking_id": {"first_of": [{"header": "id"}, {"content": {"exclude": ["at", "v", "order.placed"]}}]},
+    "conflicts": {"topic": "{name}-conflicts", "exclude": ["at"]},
+}
 _IN_PROTOBUF = {"format": "protobuf", "schema_id": "none", "schema": "parity.proto"}
 _IN_CSV = {"format": "csv", "columns": ["tenant", "id", "number", "placed", "v"], "delimiter": "tab"}
 PACKED: dict[str, dict[str, Any]] = {
@@ -161,7 +172,15 @@ PACKED: dict[str, dict[str, Any]] = {
     "protobuf-fields": {"source": _IN_PROTOBUF, **_BY_FIELDS},
     "protobuf-parts": {"source": _IN_PROTOBUF, **RULES["parts"]},
     "protobuf-zero": {"source": _IN_PROTOBUF, "tracking_id": {"fields": ["order.id", "v"], "zero": "value"}},
+    "msgpack-content": {"source": {"format": "msgpack"}, **_BY_CONTENT},
+    "cbor-content": {"source": {"format": "cbor"}, **_BY_CONTENT},
+    "protobuf-content": {"source": _IN_PROTOBUF, **_BY_CONTENT},
     "csv": {"source": _IN_CSV, **_KEPT},
+    "csv-content": {
+        "source": _IN_CSV,
+        "tracking_id": {"content": {"exclude": ["placed", "v"]}},
+        "conflicts": {"topic": "{name}-conflicts", "exclude": ["v"]},
+    },
     "csv-instant": {"source": _IN_CSV, "tracking_id": {"fields": ["placed", "id"], "normalize": ["instant"]}},
     "csv-fields": {
         "source": _IN_CSV,
