@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from dedup.core.event_time import ArrivalTime, FieldTime
@@ -29,6 +30,7 @@ _ARROW_HEAD: Final = (
 _SCHEMA_IDS: Final = {"auto": "in the header or prefix", "header": "in the header", "prefix": "in the prefix"}
 _OUTSIDE: Final = "forwarded, marked; outside the guarantee"
 _STOPS: Final = "stops the worker"
+_name: Final = attrgetter("name")
 _FILLS: Final = {"topic": "#eef4fb", "agent": "#fdf3e0", "table": "#e9f5ea"}
 
 Kind = Literal["topic", "agent", "table"]
@@ -156,7 +158,7 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     guard = format_duration(window.guard_ms)
     steps, zero = topology.tracking_id.normalize, ", 0 and empty are values" if topology.tracking_id.zeros else ""
     normalized = f", normalized: {', '.join(steps)}" if steps else ""
-    yield "tracking ID", rule_text(topology.tracking_id.rule) + normalized + zero
+    yield "tracking ID", rule_text(topology.tracking_id.rule, _name) + normalized + zero
     for rule in code_rules(topology.tracking_id.rule):
         source = f"source digest {rule.digest}" if rule.digest else "not next to the topology file"
         yield "ID function", f"{rule.name}, {source}"
@@ -194,7 +196,8 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     if topology.fingerprints_wanted:
         duplicate = _to(topology.conflicts_go_to)
         conflict = {OnConflict.DUPLICATE: duplicate, OnConflict.FORWARD: _OUTSIDE, OnConflict.FAIL: _STOPS}
-        yield "conflict", conflict[topology.on_conflict]
+        by = "" if topology.compared is None else f"; compares {rule_text(topology.compared, _name)}"
+        yield "conflict", conflict[topology.on_conflict] + by
     late = topology.late
     yield "late", _OUTSIDE if isinstance(late, LateForward) else _to(late.topic if isinstance(late, LateTo) else None)
     missing = {OnMissing.DEAD_LETTER: letters, OnMissing.FORWARD: _OUTSIDE, OnMissing.FAIL: _STOPS}

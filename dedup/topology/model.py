@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -428,7 +428,12 @@ def auto_group_size(partitions: int) -> int:
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 
 
-def rule_text(rule: Rule) -> str:
+def _digest(schema: SchemaFile) -> str:
+    content = json.dumps([schema.text, *schema.imports]).encode()
+    return blake2b(content, digest_size=_SCHEMA_DIGEST_BYTES).hexdigest()
+
+
+def rule_text(rule: Rule, schema_text: Callable[[SchemaFile], str] = _digest) -> str:
     """Return a tracking ID rule as text. The text must never change, because the state fingerprint depends on it."""
     match rule:
         case KeyRule() | KeyFieldRule():
@@ -443,21 +448,16 @@ def rule_text(rule: Rule) -> str:
             texts = (rule_text(part.rule) + (", absent: as_value" if part.absent_is_value else "") for part in parts)
             return f"parts: [{', '.join(f'{{{text}}}' for text in texts)}]"
         case ContentRule(exclude, schema):
-            pinned = "" if schema is None else f", schema: {_digest(schema)}"
+            pinned = "" if schema is None else f", schema: {schema_text(schema)}"
             return f"content: {{exclude: [{', '.join(map(format_path, exclude))}]{pinned}}}"
         case FirstOfRule(alternatives):
-            return f"first_of: [{', '.join(f'{{{rule_text(each)}}}' for each in alternatives)}]"
+            return f"first_of: [{', '.join(f'{{{rule_text(each, schema_text)}}}' for each in alternatives)}]"
         case RawContentRule():
             return "content: true"
         case CodeRule(name, version):
             return f"python: {{function: {name}, version: {version}}}"
         case never:
             assert_never(never)
-
-
-def _digest(schema: SchemaFile) -> str:
-    content = json.dumps([schema.text, *schema.imports]).encode()
-    return blake2b(content, digest_size=_SCHEMA_DIGEST_BYTES).hexdigest()
 
 
 def _key_text(rule: KeyRule | KeyFieldRule) -> str:
