@@ -1,10 +1,11 @@
-"""What commands show on terminals of 80 and 120 columns, as files; `python -m tests.unit.cli.test_snapshots` writes them.
+"""What commands show on terminals of 80 and 120 columns, as files; with DEDUP_TEST_SNAPSHOTS=1, tests write them.
 
 A change of a file is a change of what users see, so look at it before you commit it.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
 from dedup import load_topology
 from dedup.chaos.checks import ChaosReport, Epochs, Evidence, oracles
@@ -23,18 +25,16 @@ from dedup.chaos.live_checker import Sightings
 from dedup.cli import chaos, doctor
 from dedup.cli.admin import layout_in_words
 from dedup.cli.inputs import Column, fitted
-from dedup.cli.main import COMMANDS
+from dedup.cli.main import COMMANDS, create_app
 from dedup.cli.status import Look, looked, table
 from dedup.cli.verify import in_words as explain_in_words
 from dedup.verify.explanation import ExplainedRecord, Explanation
 from dedup.verify.render import print_report
 from dedup.verify.report import Books, Report
 from dedup.worker.layout import Layout
+from tests.terminal import SNAPSHOTS, WIDTHS, assert_looks_as_before
 from tests.unit.cli import made_up
 from tests.unit.cli.made_up import NOW_MS, ROOT, TOPIC, printed_by
-
-SNAPSHOTS: Final = Path(__file__).parent / "snapshots"
-WIDTHS: Final = (80, 120)
 
 
 def on_a_console(show: Callable[[Console], None], width: int) -> str:
@@ -171,10 +171,17 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
     "layout": partial(as_lines, lambda: layout_in_words("payments", Layout(4, {TOPIC: 24}, 2), 2)),
     "lookup": partial(as_lines, made_up.looked_up),
 }
-"""The output of every command that prints more than one line, and of some that print one.
-
-Not here are `schema` (a JSON Schema), `broker` (its address), and `spark run` and `spark sink` (a line of numbers).
-"""
+"""What is shown without a broker and without Spark; the answers of both are made up where a command needs them."""
+SHOWN_ELSEWHERE: Final = {
+    "broker": ("integration/test_local_kafka.py", "test_the_command_shows_addresses_and_how_to_stop_it"),
+    "spark-run": ("spark/test_reports.py", "test_a_stream_and_a_sink_show_what_they_did"),
+    "spark-sink": ("spark/test_reports.py", "test_a_stream_and_a_sink_show_what_they_did"),
+}
+"""What a real broker or a real Spark shows, with the test that compares it."""
+WITHOUT_A_SNAPSHOT: Final = {
+    "schema": "1,200 lines of JSON for editors, the same on every terminal; public_api.json lists the keys"
+}
+"""The commands without a snapshot of what they print, and why."""
 WRAPPED_BY_THE_TERMINAL: Final = {
     *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "doctor", "explain", "ingest", "layout", "lookup"),
     *("replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill", "spark-incremental", "spark-seed"),
@@ -183,17 +190,13 @@ WRAPPED_BY_THE_TERMINAL: Final = {
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
 
 
-def file_of(name: str, width: int) -> Path:
-    return SNAPSHOTS / f"{name}-{width}.txt"
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_looks_as_it_did(name, width):
     if name in ON_SPARK:
         pytest.importorskip("pyspark")
     shown = SHOWN[name](width)
-    assert shown == file_of(name, width).read_text(encoding="utf-8"), "python -m tests.unit.cli.test_snapshots"
+    assert_looks_as_before(name, width, shown)
     if name not in WRAPPED_BY_THE_TERMINAL:
         assert max(map(len, shown.splitlines())) <= width
 
@@ -224,7 +227,38 @@ def test_columns_are_left_out_whole_and_a_name_that_is_too_long_is_folded():
         assert text.count("x") == 30
 
 
-if __name__ == "__main__":
-    for name, show in SHOWN.items():
-        for width in WIDTHS:
-            file_of(name, width).write_text(show(width), encoding="utf-8")
+def paths(command: Any, path: str = "") -> Iterator[str]:
+    """Yield each command of the command line that is not a group of commands."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path
+        return
+    for name, each in below.items():
+        yield from paths(each, f"{path} {name}".strip())
+
+
+@pytest.mark.parametrize("path", [*paths(get_command(create_app()))])
+def test_each_command_has_a_snapshot_of_its_output_and_one_of_its_help(path):
+    name = path.replace(" ", "-")
+    assert f"{name}-help" in SHOWN
+    ways = [name in known for known in (SHOWN, SHOWN_ELSEWHERE, WITHOUT_A_SNAPSHOT)]
+    assert sum(ways) == 1, f"show what `dedup {path}` prints: in SHOWN or, with a test of its own, in SHOWN_ELSEWHERE"
+
+
+def test_the_files_are_those_that_tests_compare():
+    names = [*SHOWN, *SHOWN_ELSEWHERE]
+    assert {file.name for file in SNAPSHOTS.iterdir()} == {f"{name}-{width}.txt" for name in names for width in WIDTHS}
+
+
+@pytest.mark.parametrize("name", SHOWN_ELSEWHERE)
+def test_the_tests_that_compare_what_is_shown_elsewhere_exist(name):
+    file, test = SHOWN_ELSEWHERE[name]
+    tree = ast.parse((made_up.ROOT / "tests" / file).read_text(encoding="utf-8"))
+    (found,) = (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == test)
+    compared = {
+        call.args[0].value
+        for call in ast.walk(found)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "assert_looks_as_before"
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert name in compared
