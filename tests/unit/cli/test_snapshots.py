@@ -37,8 +37,8 @@ from tests.unit.cli import made_up
 from tests.unit.cli.made_up import NOW_MS, ROOT, TOPIC, printed_by
 
 
-def on_a_console(show: Callable[[Console], None], width: int) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True, highlight=False)
+def on_a_console(show: Callable[[Console], None], width: int, *, soft_wrap: bool = False) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True, highlight=False, soft_wrap=soft_wrap)
     show(console)
     return console.export_text()
 
@@ -150,6 +150,8 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
         "checkpoint topologies/orders.yaml --to DIR/backups --state-dir DIR/state",
         fakes=made_up.checkpointed,
     ),
+    "demo-chain": partial(printed_by, "demo --chain", fakes=made_up.chain),
+    "demo": partial(printed_by, "demo --fast", fakes=made_up.demo),
     "ingest": partial(printed_by, "ingest topologies/files-to-topic.yaml", fakes=made_up.connected),
     "replay": partial(printed_by, "replay topologies/orders.yaml", fakes=made_up.replayed),
     "reset": partial(printed_by, "reset topologies/orders.yaml --yes", fakes=made_up.reset),
@@ -160,12 +162,11 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
         fakes=made_up.exported,
     ),
     "sink": partial(printed_by, "sink topologies/orders.yaml", fakes=made_up.connected),
-    "demo": partial(on_a_console, made_up.demo),
-    "run": partial(on_a_console, made_up.run),
+    "run": made_up.run,
     "status": partial(on_a_console, status),
     "verify": partial(on_a_console, verify),
     "verify-long-name": partial(on_a_console, partial(verify, topic=TOPIC)),
-    "chaos": partial(on_a_console, chaos_report),
+    "chaos": partial(on_a_console, chaos_report, soft_wrap=True),
     "doctor": partial(as_lines, doctor_says),
     "explain": partial(as_lines, explain_says),
     "layout": partial(as_lines, lambda: layout_in_words("payments", Layout(4, {TOPIC: 24}, 2), 2)),
@@ -183,9 +184,9 @@ WITHOUT_A_SNAPSHOT: Final = {
 }
 """The commands without a snapshot of what they print, and why."""
 WRAPPED_BY_THE_TERMINAL: Final = {
-    *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "doctor", "explain", "ingest", "layout", "lookup"),
-    *("replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill", "spark-incremental", "spark-seed"),
-    *("spark-upsert", "try", "try-flow"),
+    *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "demo-chain", "doctor", "explain", "ingest"),
+    *("layout", "lookup", "replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill"),
+    *("spark-incremental", "spark-seed", "spark-upsert", "try", "try-flow"),
 }
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
 
