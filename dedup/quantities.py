@@ -82,6 +82,6 @@ def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
     return int(number) * units[unit]
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as ``1 record`` or ``1,204 records``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Return a count with its noun, such as ``1 record`` or ``1,204 records``. ``plural`` is the plural's ending."""
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

@@ -54,12 +54,14 @@ def broker(
         typer.echo(kafka.bootstrap)
         if schemas is not None:
             typer.echo(schemas.url)
-        typer.echo(f"Kafka is running; its log is {kafka.log_file}. Stop it with Ctrl-C.", err=True)
+        what, are, them = ("Kafka", "is", "it") if schemas is None else ("Kafka and the schema registry", "are", "them")
+        typer.echo(f"Kafka's log: {kafka.log_file}", err=True)
+        typer.echo(f"{what} {are} running; stop {them} with Ctrl-C.", err=True)
         while not stop_requested.wait(0.2):
             kafka.check()
             if schemas is not None:
                 schemas.check()
-    typer.echo("Kafka has shut down.", err=True)
+    typer.echo(f"{what} {'has' if schemas is None else 'have'} shut down.", err=True)
     raise typer.Exit(130)
 
 

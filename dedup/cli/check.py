@@ -29,7 +29,7 @@ from dedup.cli.inputs import (
 )
 from dedup.core.window import Window
 from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
-from dedup.quantities import format_duration, parse_duration
+from dedup.quantities import counted, format_duration, parse_duration
 from dedup.topology.state_size import KINDS, format_bytes, key_bytes, predict
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def try_records(
             typer.echo(judgment.as_json() if as_json else judgment.as_text())
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-        typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
+        typer.echo(f"{counted(counts.total(), 'record')}: {books}" if counts else "no records")
 
 
 def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:
@@ -439,11 +439,12 @@ def size(
 
 def _size_in_words(data: dict[str, Any], window: Window) -> list[str]:
     copies, filters = "each standby replica takes the same", format_bytes(data["filter_most_bytes"])
+    count, each_most = data["partitions"], format_bytes(data["disk_most_bytes_per_partition"])
     lines = [
         f"kept: {format_duration(window.retention_ms)} of event time, and up to half more until a segment is dropped",
         f"IDs: {data['ids_least']:,} to {data['ids_most']:,}, {data['bytes_an_id']:.0f} bytes each",
         f"disk: {format_bytes(data['disk_least_bytes'])} to {format_bytes(data['disk_most_bytes'])}; {copies}",
-        f"disk, each of {data['partitions']} partitions: up to {format_bytes(data['disk_most_bytes_per_partition'])}",
+        *([f"disk, each of {count} partitions: up to {each_most}"] if count > 1 else []),
         f"memory: up to {filters} of filters, and 128 MiB of buffers and cache per worker",
     ]
     bound = data["max_bytes_per_partition"]

@@ -132,8 +132,8 @@ class Run:
             if not sender.running and not reported:
                 sent, seconds, in_topic = sender.stop(), time.monotonic() - began_s, self.watch.look().in_topic
                 self.console.print(
-                    f"{sent:,} flights sent in {seconds:.0f} s as {in_topic:,} records: the connection was cut "
-                    f"{self.cuts} times, so {in_topic - sent:,} were sent twice"
+                    f"{sent:,} flights sent in {seconds:.0f} s as {in_topic:,} records:\n"
+                    f"    the connection was cut {self.cuts} times, so {in_topic - sent:,} were sent twice"
                 )
                 reported = True
             # The group coordinator may be loading or moving, most likely in the first second. A later poll succeeds.
@@ -190,7 +190,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
         workers.stop()
         if workers.unclean:
             raise InvariantBroken("\n".join(workers.unclean))
-        console.print(f"{_WORKERS} workers shut down cleanly; every record is read again and compared with the model")
+        console.print(f"{_WORKERS} workers shut down cleanly; each record is read and compared with the model")
         with reading_bar(console, disable=not console.is_terminal) as show:
             return verify(topology, settings, progress=show), distinct
 
@@ -259,7 +259,7 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
         chain.stop()
     rows, distinct = chain.count(), source.distinct
     console.print(
-        f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them second copies; "
+        f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them second copies\n"
         f"all processes shut down cleanly"
     )
     relation = "=" if rows == distinct else "IS NOT"

@@ -15,6 +15,7 @@ from rich.text import Text
 
 import dedup
 from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, packed, read_both
+from dedup.quantities import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,7 +86,8 @@ class VerdictProgress:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._console: Final = Console(stderr=True)
+        # Log lines go above the progress line as they are: their words stay searchable, and the terminal wraps them.
+        self._console: Final = Console(stderr=True, soft_wrap=True)
         self._live: Final = Live(console=self._console, transient=True, auto_refresh=False)
         self._enabled: Final = enabled and self._console.is_terminal
         self.verdicts: Counter[str] = Counter()
@@ -139,7 +141,7 @@ class RunProgress(VerdictProgress):
         before_s, before = self._last
         self._last = (now_s, self.verdicts.total())
         per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
-        self.show(f"{len(numbers)} tasks", per_s, *restore_bar(numbers))
+        self.show(counted(len(numbers), "task"), per_s, *restore_bar(numbers))
 
     def closing_line(self) -> None:
         """Print how many records this worker judged, by verdict."""
@@ -161,6 +163,7 @@ def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
         return []
     total = sum(each.restore_total for each in restoring)
     remaining = sum(each.restore_remaining for each in restoring)
-    text = Text(f"restoring {len(restoring)} tasks, {remaining:,} of {total:,} changelog offsets to go ")
+    tasks = counted(len(restoring), "task")
+    text = Text(f"restoring {tasks}, {remaining:,} of {total:,} changelog offsets to go ")
     bar = ProgressBar(total=total, completed=total - remaining)
     return [text, Padding(bar, 0)]  # A bar alone does not end its line.

@@ -79,7 +79,7 @@ from dedup.cli.spark_options import (
     VerdictsTable,
 )
 from dedup.errors import Problem, SettingsError, VerificationFailed
-from dedup.quantities import parse_duration
+from dedup.quantities import counted, parse_duration
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -304,7 +304,7 @@ class _StreamProgress(VerdictProgress):
         verdicts = report.verdicts
         self.verdicts.update({name: verdicts[name] for name in _VERDICTS})
         per_s = self.verdicts.total() / (time.monotonic() - self._began_s)
-        self.show(f"{self._batches} micro-batches", per_s)
+        self.show(counted(self._batches, "micro-batch", "es"), per_s)
 
 
 def backfill_command(
@@ -354,7 +354,7 @@ def backfill_command(
         else:
             history = _kafka_history(spark, parsed, read_settings(config, overrides), start, until, repartitioned)
         report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=_aside)
-    written = f"{report.files:,} files in {report.seconds:.1f} s"
+    written = f"{counted(report.files, 'file')} in {report.seconds:.1f} s"
     lines = [*Counts(report.verdicts, report.causes).lines, f"verdicts: {report.path}", written]
     say(asdict(report), lines, as_json=as_json)
 
@@ -468,7 +468,7 @@ def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
     lines = done.counts.lines
     for each in done.partitions:
         there = "; an earlier run had finished it" if each.was_there else ""
-        lines.append(f"changelog partition {each.partition}: {each.sightings:,} records of sightings{there}")
+        lines.append(f"changelog partition {each.partition}: {counted(each.sightings, 'record')} of sightings{there}")
     lines += [f"{place}: the fleet begins at offset {offset}" for place, offset in begins.items()]
     lines.append(f"seeded: {done.name} in {done.seconds:.1f} s")
     facts = {"seed": done.name, **asdict(done.counts), "begins": begins, "seconds": done.seconds}
@@ -563,10 +563,10 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         left = keep_rejected(found, rejected)
         changed = upsert_delta(found.rows, to) if isinstance(to, str) else upsert_jdbc(found.rows, to)
     seconds = round(time.monotonic() - began_s, 3)
-    lines = [f"{delta or table}: up to date, {changed:,} rows inserted or replaced in {seconds:.1f} s"]
+    lines = [f"{delta or table}: up to date, {counted(changed, 'row')} inserted or replaced in {seconds:.1f} s"]
     if left:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
-        lines.append(f"{sum(left.values()):,} records cannot become rows ({reasons}): {rejected}")
+        lines.append(f"rejected: {counted(sum(left.values()), 'record')} ({reasons}), written to {rejected}")
     report = {"table": delta or table, "changed": changed, "rejected": left, "seconds": seconds}
     say(report, lines, as_json=as_json)
 
@@ -616,7 +616,7 @@ def sink_command(
     def tell(appended: Appended) -> None:
         nonlocal total
         total += appended.rows
-        typer.echo(f"version {appended.table_version}: {appended.rows:,} rows", err=True)
+        typer.echo(f"table version {appended.table_version}: {counted(appended.rows, 'row')} appended", err=True)
 
     table = _table_of(delta, iceberg)
     if table is None:
@@ -629,7 +629,7 @@ def sink_command(
                 catch_up(sink, over=over, tell=tell)
             else:
                 follow(sink, every_s=every_s, over=over, tell=tell)
-    typer.echo(f"{delta or iceberg}: {total:,} rows appended")
+    typer.echo(f"{delta or iceberg}: {counted(total, 'row')} appended")
 
 
 def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TextIO, TypeVar
 
 log: Final = logging.getLogger(__name__)
 REPEATED_EVERY_S: Final = 60.0
@@ -193,9 +193,20 @@ def text_format() -> logging.Formatter:
     return logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
 
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Writes to the ``sys.stderr`` of the moment.
+
+    While a progress line is on the terminal, Rich replaces ``sys.stderr``, so that other output goes above that line.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
     """Replace all log handlers with one that writes to standard error and limits the lines about outages."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _CurrentStderr()
     handler.setFormatter(formatter)
     handler.addFilter(OutageFilter(verbose=level <= logging.DEBUG))
     root = logging.getLogger()

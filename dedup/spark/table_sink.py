@@ -25,6 +25,7 @@ from pyspark.sql import SparkSession
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.kafka.outage_lines import AWAY
+from dedup.quantities import counted
 from dedup.settings import Settings
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
@@ -134,7 +135,8 @@ class TableSink:
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
         # If this time came from the table, a caller whose clock is ahead would renew the position again and again.
         self._renewed_ms = now_ms
-        log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
+        rows = counted(self._last.rows, "row")
+        log.info("%s: table version %d, %s appended", self.path, self._last.table_version, rows)
         return self._last
 
     def _begins(

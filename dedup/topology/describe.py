@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from dedup.core.event_time import ArrivalTime, FieldTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
 from dedup.core.tracking_id import code_rules, format_path
-from dedup.quantities import format_duration, format_size
+from dedup.quantities import counted, format_duration, format_size
 from dedup.topology.model import LateForward, LateTo, Topology, rule_text
 
 _COLUMN_PX: Final = 250
@@ -241,7 +241,8 @@ def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     window, state = topology.window, topology.state
     yield "keeps", f"sightings for {format_duration(window.retention_ms)} (guard period + grace) of event time"
     yield "segments", f"{format_duration(window.segment_ms)} each, dropped whole"
-    yield "standby", f"{state.standby_replicas} other workers keep a copy"
+    standby = state.standby_replicas
+    yield "standby", f"a copy on {counted(standby, 'other worker')}" if standby else "none"
     most = state.max_bytes_per_partition
     yield "bound", "none" if most is None else f"{format_size(most)} per partition"
 

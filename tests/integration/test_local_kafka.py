@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from dedup.embedded.kafka_node import ClassArchive, EmbeddedKafka
 from dedup.errors import RegistryUnavailable
 from dedup.kafka.schema_registry import SchemaRegistry
 from tests.brokers import admin_of
+from tests.terminal import WIDTHS, OnTerminal, assert_looks_as_before, screen
 from tests.waiting import until
 
 
@@ -160,5 +163,26 @@ def test_the_command_runs_a_schema_registry_beside_kafka(tmp_path: Path) -> None
             assert SchemaRegistry(url, {}).kind() == "apicurio-registry 2.5.11.Final"
             process.send_signal(signal.SIGTERM)
             assert process.wait(90) == 130, log.read_text()
+    _, *said = log.read_text().splitlines()
+    assert said == [
+        "Kafka and the schema registry are running; stop them with Ctrl-C.",
+        "Kafka and the schema registry have shut down.",
+    ]
     with pytest.raises(RegistryUnavailable):
         SchemaRegistry(url, {}).kind()
+
+
+def test_the_command_shows_addresses_and_how_to_stop_it() -> None:
+    with ExitStack() as stack:
+        command = [*DEDUP, "broker", "--port", "0"]
+        started = [stack.enter_context(OnTerminal(command, width, NO_COLOR="1")) for width in WIDTHS]
+        for each in started:
+            each.until_written("Ctrl-C")
+            each.process.send_signal(signal.SIGINT)
+        for width, each in zip(WIDTHS, started, strict=True):
+            shown = screen(each.to_the_end().decode())
+            assert each.process.returncode == 130, shown
+            shown = re.sub(r"^127.0.0.1:\d+$", "127.0.0.1:PORT", shown, flags=re.MULTILINE)
+            shown = re.sub(r"\S+/dedup-kafka-\w+/", "/tmp/dedup-kafka-RANDOM/", shown)
+            assert_looks_as_before("broker", width, shown)
+            assert max(map(len, shown.splitlines())) <= WIDTHS[0]

@@ -1,14 +1,23 @@
-"""What the commands that end say at their end, to people and as JSON."""
+"""What the commands of `dedup spark` say, to people and as JSON."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
+from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.cli.run import VerdictProgress
+from dedup.core.partitioner import partitions
+from dedup.kafka.outage_lines import quiet_logging
+from dedup.worker.logs import NOISY
+from tests.integration.workload import BASE_MS, Event
 from tests.spark.test_batch_files import LOG, write
+from tests.terminal import WIDTHS, assert_looks_as_before, screen
 
 TOPOLOGY = """
 dedup: 1
@@ -77,4 +86,61 @@ def test_a_backfill_and_an_upsert_say_what_they_did(spark, spark_command, tmp_pa
     assert any(group == "dedup upsert shop" and text in (about or "") for group, about in jobs_of(spark))
     again = spark_command("upsert", *table, "--rejected", str(tmp_path / "rejected")).splitlines()
     assert "up to date, 0 rows inserted or replaced in" in again[0]
-    assert again[1].startswith("1 records cannot become rows (1 not_json): ")
+    assert again[1] == f"rejected: 1 record (1 not_json), written to {tmp_path / 'rejected'}"
+
+
+@pytest.fixture
+def own_logging():
+    """A command sends the log to its terminal; when the test ends, it goes where it went before."""
+    loggers = [logging.getLogger(name) for name in (None, "py4j", *NOISY)]
+    root, levels = loggers[0], [each.level for each in loggers]
+    handlers = root.handlers[:]
+    yield
+    root.handlers[:] = handlers
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
+
+
+def events() -> Iterator[Event]:
+    """Yield records where a producer of Kafka puts them, a few of them duplicates, late, or without an ID."""
+    for number in range(2_000):
+        key = b"order-%d" % (number - (number % 10 == 1))
+        at_ms = BASE_MS + 10 * number - 9_000 * (number % 500 == 499)
+        (partition,) = partitions([key], 2)
+        yield Event(partition, b"{}" if number % 400 == 8 else b'{"id":"%s"}' % key, at_ms, key)
+
+
+@pytest.fixture
+def on_a_terminal(spark, make_job, monkeypatch, own_logging):
+    """Runs commands of `dedup spark` on a job, on a terminal, in the run's session; the rate is always the same."""
+    monkeypatch.setattr(type(spark), "stop", lambda _self: None)
+    show = VerdictProgress.show
+    monkeypatch.setattr(VerdictProgress, "show", lambda self, doing, _, *above: show(self, doing, 48_210.0, *above))
+    job = make_job(document={"guard_period": "20s", "grace": "5s"})
+    job.send(list(events()))
+
+    def run(width: int, command: str, *arguments: str) -> str:
+        given = ["spark", command, str(job.topology_file), "--config", str(job.config_file), *arguments]
+        quiet_logging()  # as `main` does
+        environ = {"COLUMNS": str(width), "FORCE_COLOR": "1", "NO_COLOR": "1"}
+        ran = CliRunner().invoke(create_app(), [each.replace("DIR", str(job.directory)) for each in given], env=environ)
+        assert ran.exit_code == 0, (ran.output, ran.exception)
+        return ran.output.replace(str(job.directory), "DIR").replace(job.name, "shop")
+
+    return run
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_stream_and_a_sink_show_what_they_did(on_a_terminal, width):
+    written = on_a_terminal(width, "run", "--checkpoint", "DIR/checkpoint", "--exit-when-done")
+    # Rich shows the cursor again when it removes the progress line: what was on the screen until then is shown, too.
+    running, ended = screen(written.partition("\x1b[?25h")[0]), screen(written)
+    log = "".join(re.findall(r"^\d\d:\d\d:\d\d .*\n", ended, flags=re.MULTILINE))
+    assert running.startswith(log)
+    assert ended.startswith(log)
+    shown = re.sub(r"^\d\d:\d\d:\d\d", "HH:MM:SS", re.sub(r" in [\d.]+ s:", " in N s:", log), flags=re.MULTILINE)
+    progress = running.removeprefix(log) + ended.removeprefix(log)
+    assert_looks_as_before("spark-run", width, shown + progress)
+    assert max(map(len, progress.splitlines())) <= width
+    shown = on_a_terminal(width, "sink", "--delta", "DIR/table", "--exit-when-done")
+    assert_looks_as_before("spark-sink", width, screen(shown))

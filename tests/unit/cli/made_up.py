@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
-from rich.console import Console
 from typer.testing import CliRunner
 
-from dedup.cli.demo_run import print_books
 from dedup.cli.main import create_app
 from dedup.cli.run import VerdictProgress, restore_bar
 from dedup.cli.status import in_words
@@ -27,6 +27,7 @@ from dedup.verify.report import Books, Report
 from dedup.worker.checkpointing import MadeCheckpoint
 from dedup.worker.dead_letter_replay import Replayed
 from dedup.worker.reset import Doomed
+from tests.terminal import screen
 
 ROOT: Final = Path(__file__).parents[3]
 NOW_MS: Final = 1_700_000_000_000
@@ -159,23 +160,71 @@ def looked_up() -> Iterator[str]:
     yield from in_words(found | {"sightings": [], "belongs_to": 10, "unreached": [unreached]})
 
 
-def demo(console: Console) -> None:
-    books = [Books("flights", each, read=180_345, unique=168_388, duplicates=11_957) for each in range(2)]
-    print_books(Report("flights", "127.0.0.1:9092", "replay", NOW_MS, 8.5, books=books), 336_776, None, console)
+def demo() -> dict[str, Any]:
+    """Kafka, the producer, and the two workers, of which one is killed; the steps and their order are the demo's."""
+    kafka = mock.MagicMock(
+        bootstrap="127.0.0.1:9092", proxied=SimpleNamespace(bootstrap="", broker_port=1, proxy_port=2)
+    )
+    kafka.__enter__.return_value = kafka
+    watch, fleet, sender = mock.MagicMock(), mock.MagicMock(), mock.MagicMock(running=False, sent=40_000)
+    for each in (watch, fleet, sender):
+        each.__enter__.return_value = each
+    watch.members.side_effect = [{"a", "b"}, {"a", "b"}, {"a", "c"}]
+    watch.look.side_effect = [SimpleNamespace(in_topic=44_500, judged=each) for each in (0, 22_309, 44_500)]
+    fleet.unclean = []
+    sender.stop.return_value = 40_000
+    books = [Books("flights", each, read=11_125, unique=10_000, duplicates=1_125) for each in range(4)]
+
+    def send(made: Iterator[object], *_: object, **_options: object) -> object:
+        assert len(list(made)) == sender.sent
+        return sender
+
+    return {
+        "embedded.flights.data_file": lambda: None,
+        **{
+            f"cli.demo_run.{name}": fake
+            for name, fake in {
+                "flights": lambda limit: (SimpleNamespace(key=b"%d" % each, value=b"") for each in range(limit)),
+                "time": SimpleNamespace(monotonic=count(step=0.5).__next__, sleep=lambda _: None, time_ns=lambda: 0),
+                "embedded_kafka": lambda *_, **_options: kafka,
+                "make_topic": lambda *_: None,
+                "FaultProxy": mock.MagicMock(),
+                "ChaosFleet": lambda *_: fleet,
+                "Watch": lambda *_: watch,
+                "Sender": send,
+                "verify": lambda *_, **_options: Report("flights", "", "replay", NOW_MS, 2.9, books=books),
+            }.items()
+        },
+    }
 
 
-def run(console: Console) -> None:
+def chain() -> dict[str, Any]:
+    """Kafka, the table, and the processes of the chain, each of which is killed once."""
+    kafka, running = mock.MagicMock(bootstrap="127.0.0.1:9092"), mock.MagicMock()
+    for each in (kafka, running):
+        each.__enter__.return_value = each
+    running.count.side_effect = [67_500, 135_200, 202_600, 336_776]
+    return {
+        "embedded.flights.data_file": lambda: None,
+        "cli.demo_run.embedded_kafka": lambda _: kafka,
+        "cli.demo_run.make_topic": lambda *_: None,
+        "cli.demo_run.time": SimpleNamespace(sleep=lambda _: None),
+        "cli.demo_run._Chain": lambda *_: running,
+        "cli.demo_run._FileWriter": lambda *_: SimpleNamespace(distinct=336_776, lines=404_131),
+    }
+
+
+def run(width: int) -> str:
     """A worker that restores two tasks, then what it has judged when it ends."""
-    progress = VerdictProgress(enabled=True)
-    progress.verdicts.update(VERDICTS | {"conflict": 12, "exempt": 3})
+    environ = {"COLUMNS": str(width), "FORCE_COLOR": "1", "NO_COLOR": "1"}
     restoring: Any = SimpleNamespace(restore_remaining=3_100_000, restore_total=12_400_000)
-    with (
-        mock.patch.object(progress, "_enabled", new=True),
-        mock.patch.object(progress, "_console", console),
-        mock.patch.object(progress, "_live", SimpleNamespace(update=lambda shown, **_: console.print(shown))),
-    ):
-        progress.show("24 tasks", 48_210.5, *restore_bar([restoring, restoring]))
+    with mock.patch.dict(os.environ, environ), redirect_stderr(io.StringIO()) as written:
+        with VerdictProgress(enabled=True) as progress:
+            progress.verdicts.update(VERDICTS | {"conflict": 12, "exempt": 3})
+            progress.show("24 tasks", 48_210.5, *restore_bar([restoring, restoring]))
+            running = screen(written.getvalue())
         progress.closing_line()
+    return running + screen(written.getvalue())
 
 
 def on_spark() -> dict[str, Any]:

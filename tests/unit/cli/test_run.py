@@ -1,6 +1,7 @@
 """The progress line of a running worker, and SIGTERM before it runs."""
 
 import io
+import logging
 import signal
 import socket
 import subprocess
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 from rich.console import Console, Group
 from rich.text import Text
 
-from dedup.cli.run import RunProgress, restore_bar
+from dedup.cli.run import RunProgress, VerdictProgress, restore_bar
+from dedup.kafka.outage_lines import quiet_logging
 from dedup.metrics import TaskNumbers
+from tests.terminal import screen
 
 
 def drawn(numbers):
@@ -28,7 +31,7 @@ def test_no_bar_without_a_restore():
 def test_a_bar_over_the_restores_under_way():
     numbers = [TaskNumbers(restore_total=1000, restore_remaining=250), TaskNumbers(restore_total=50)]
     text = drawn(numbers)
-    assert "restoring 1 tasks, 250 of 1,000 changelog offsets to go" in text
+    assert "restoring 1 task, 250 of 1,000 changelog offsets to go" in text
     assert text.count("━") > 50
 
 
@@ -72,7 +75,7 @@ def test_progress_counts_tasks_that_close_and_that_have_moved_away(monkeypatch, 
         progress.tick(SimpleNamespace(tasks=tasks))
         two.numbers.verdicts["duplicate"] += 5
         progress.tick(SimpleNamespace(tasks=tasks))  # too early
-    assert shown == [("2 tasks", 30, {"unique": 30}), ("1 tasks", 5, {"unique": 30, "duplicate": 5})]
+    assert shown == [("2 tasks", 30, {"unique": 30}), ("1 task", 5, {"unique": 30, "duplicate": 5})]
     tasks.running, tasks.ended = {}, {("dedup", "t", 0): one.numbers, ("dedup", "t", 1): two.numbers}
     progress.closing_line()
     assert "judged 40: duplicate 10  unique 30" in capsys.readouterr().err
@@ -84,3 +87,22 @@ def test_the_closing_line_is_complete_off_a_terminal(capsys):
         progress.tick(SimpleNamespace(tasks=SimpleNamespace(running={}, ended={("dedup", "t", 0): numbers})))
     progress.closing_line()
     assert "judged 3: unique 3" in capsys.readouterr().err
+
+
+def test_a_log_line_is_above_the_progress_line_and_is_not_wrapped(monkeypatch, capsys):
+    """Was: its first words were on the line with the progress."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    quiet_logging()
+    long = "a warning that is longer than the eighty columns of the terminal, and of which no word may be moved: [x/1]"
+    with VerdictProgress(enabled=True) as progress:
+        progress.verdicts["unique"] = 3
+        progress.show("2 tasks", 5.0)
+        logging.getLogger("dedup").warning("%s", long)
+        written = capsys.readouterr().err
+        progress.show("2 tasks", 6.0)
+    assert screen(written).partition(" ")[2] == f"WARNING {long}\n2 tasks  3 judged  5/s  unique 3\n"
+    assert screen(written + capsys.readouterr().err).partition(" ")[2] == f"WARNING {long}\n"

@@ -1,10 +1,11 @@
-"""What commands show on terminals of 80 and 120 columns, as files; `python -m tests.unit.cli.test_snapshots` writes them.
+"""What commands show on terminals of 80 and 120 columns, as files; with DEDUP_TEST_SNAPSHOTS=1, tests write them.
 
 A change of a file is a change of what users see, so look at it before you commit it.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 
 from dedup import load_topology
 from dedup.chaos.checks import ChaosReport, Epochs, Evidence, oracles
@@ -23,22 +25,20 @@ from dedup.chaos.live_checker import Sightings
 from dedup.cli import chaos, doctor
 from dedup.cli.admin import layout_in_words
 from dedup.cli.inputs import Column, fitted
-from dedup.cli.main import COMMANDS
+from dedup.cli.main import COMMANDS, create_app
 from dedup.cli.status import Look, looked, table
 from dedup.cli.verify import in_words as explain_in_words
 from dedup.verify.explanation import ExplainedRecord, Explanation
 from dedup.verify.render import print_report
 from dedup.verify.report import Books, Report
 from dedup.worker.layout import Layout
+from tests.terminal import SNAPSHOTS, WIDTHS, assert_looks_as_before
 from tests.unit.cli import made_up
 from tests.unit.cli.made_up import NOW_MS, ROOT, TOPIC, printed_by
 
-SNAPSHOTS: Final = Path(__file__).parent / "snapshots"
-WIDTHS: Final = (80, 120)
 
-
-def on_a_console(show: Callable[[Console], None], width: int) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True, highlight=False)
+def on_a_console(show: Callable[[Console], None], width: int, *, soft_wrap: bool = False) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True, highlight=False, soft_wrap=soft_wrap)
     show(console)
     return console.export_text()
 
@@ -150,6 +150,8 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
         "checkpoint topologies/orders.yaml --to DIR/backups --state-dir DIR/state",
         fakes=made_up.checkpointed,
     ),
+    "demo-chain": partial(printed_by, "demo --chain", fakes=made_up.chain),
+    "demo": partial(printed_by, "demo --fast", fakes=made_up.demo),
     "ingest": partial(printed_by, "ingest topologies/files-to-topic.yaml", fakes=made_up.connected),
     "replay": partial(printed_by, "replay topologies/orders.yaml", fakes=made_up.replayed),
     "reset": partial(printed_by, "reset topologies/orders.yaml --yes", fakes=made_up.reset),
@@ -160,31 +162,33 @@ SHOWN: Final[dict[str, Callable[[int], str]]] = {
         fakes=made_up.exported,
     ),
     "sink": partial(printed_by, "sink topologies/orders.yaml", fakes=made_up.connected),
-    "demo": partial(on_a_console, made_up.demo),
-    "run": partial(on_a_console, made_up.run),
+    "run": made_up.run,
     "status": partial(on_a_console, status),
     "verify": partial(on_a_console, verify),
     "verify-long-name": partial(on_a_console, partial(verify, topic=TOPIC)),
-    "chaos": partial(on_a_console, chaos_report),
+    "chaos": partial(on_a_console, chaos_report, soft_wrap=True),
     "doctor": partial(as_lines, doctor_says),
     "explain": partial(as_lines, explain_says),
     "layout": partial(as_lines, lambda: layout_in_words("payments", Layout(4, {TOPIC: 24}, 2), 2)),
     "lookup": partial(as_lines, made_up.looked_up),
 }
-"""The output of every command that prints more than one line, and of some that print one.
-
-Not here are `schema` (a JSON Schema), `broker` (its address), and `spark run` and `spark sink` (a line of numbers).
-"""
+"""What is shown without a broker and without Spark; the answers of both are made up where a command needs them."""
+SHOWN_ELSEWHERE: Final = {
+    "broker": ("integration/test_local_kafka.py", "test_the_command_shows_addresses_and_how_to_stop_it"),
+    "spark-run": ("spark/test_reports.py", "test_a_stream_and_a_sink_show_what_they_did"),
+    "spark-sink": ("spark/test_reports.py", "test_a_stream_and_a_sink_show_what_they_did"),
+}
+"""What a real broker or a real Spark shows, with the test that compares it."""
+WITHOUT_A_SNAPSHOT: Final = {
+    "schema": "1,200 lines of JSON for editors, the same on every terminal; public_api.json lists the keys"
+}
+"""The commands without a snapshot of what they print, and why."""
 WRAPPED_BY_THE_TERMINAL: Final = {
-    *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "doctor", "explain", "ingest", "layout", "lookup"),
-    *("replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill", "spark-incremental", "spark-seed"),
-    *("spark-upsert", "try", "try-flow"),
+    *("apply", "apply-acls", "apply-dry-run", "check", "checkpoint", "demo-chain", "doctor", "explain", "ingest"),
+    *("layout", "lookup", "replay", "reset", "reset-asks", "schemas-export", "sink", "spark-backfill"),
+    *("spark-incremental", "spark-seed", "spark-upsert", "try", "try-flow"),
 }
 """Commands whose lines are messages, one for each finding, which people also search and pipe."""
-
-
-def file_of(name: str, width: int) -> Path:
-    return SNAPSHOTS / f"{name}-{width}.txt"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -193,7 +197,7 @@ def test_it_looks_as_it_did(name, width):
     if name in ON_SPARK:
         pytest.importorskip("pyspark")
     shown = SHOWN[name](width)
-    assert shown == file_of(name, width).read_text(encoding="utf-8"), "python -m tests.unit.cli.test_snapshots"
+    assert_looks_as_before(name, width, shown)
     if name not in WRAPPED_BY_THE_TERMINAL:
         assert max(map(len, shown.splitlines())) <= width
 
@@ -224,7 +228,38 @@ def test_columns_are_left_out_whole_and_a_name_that_is_too_long_is_folded():
         assert text.count("x") == 30
 
 
-if __name__ == "__main__":
-    for name, show in SHOWN.items():
-        for width in WIDTHS:
-            file_of(name, width).write_text(show(width), encoding="utf-8")
+def paths(command: Any, path: str = "") -> Iterator[str]:
+    """Yield each command of the command line that is not a group of commands."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path
+        return
+    for name, each in below.items():
+        yield from paths(each, f"{path} {name}".strip())
+
+
+@pytest.mark.parametrize("path", [*paths(get_command(create_app()))])
+def test_each_command_has_a_snapshot_of_its_output_and_one_of_its_help(path):
+    name = path.replace(" ", "-")
+    assert f"{name}-help" in SHOWN
+    ways = [name in known for known in (SHOWN, SHOWN_ELSEWHERE, WITHOUT_A_SNAPSHOT)]
+    assert sum(ways) == 1, f"show what `dedup {path}` prints: in SHOWN or, with a test of its own, in SHOWN_ELSEWHERE"
+
+
+def test_the_files_are_those_that_tests_compare():
+    names = [*SHOWN, *SHOWN_ELSEWHERE]
+    assert {file.name for file in SNAPSHOTS.iterdir()} == {f"{name}-{width}.txt" for name in names for width in WIDTHS}
+
+
+@pytest.mark.parametrize("name", SHOWN_ELSEWHERE)
+def test_the_tests_that_compare_what_is_shown_elsewhere_exist(name):
+    file, test = SHOWN_ELSEWHERE[name]
+    tree = ast.parse((made_up.ROOT / "tests" / file).read_text(encoding="utf-8"))
+    (found,) = (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == test)
+    compared = {
+        call.args[0].value
+        for call in ast.walk(found)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "assert_looks_as_before"
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert name in compared

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dedup.cli.main import COMMANDS, create_app
+from tests.terminal import OnTerminal
 
 COLOR = re.compile(rb"\x1b\[(?:[\d;]*;)?(?:3\d|4\d|9\d|10\d)(?:;[\d;]*)?m")
 PATHS = [path for panel in COMMANDS.values() for path in panel]
@@ -64,27 +62,8 @@ def test_a_number_beyond_its_limits_is_refused_as_help_says():
 
 def on_a_terminal(*arguments: str, **environ: str) -> bytes:
     """Return what a command writes to a terminal, with its escape sequences."""
-    master, slave = pty.openpty()
-    kept = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR", "CI"}}
-    environ = {**kept, "TERM": "xterm-256color", **environ}
-    command = [sys.executable, "-m", "dedup.cli.main", *arguments]
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environ) as process:
-        os.close(slave)
-        found = b"".join(pieces(master))
-        process.wait(60)
-    os.close(master)
-    return found
-
-
-def pieces(master: int) -> Iterator[bytes]:
-    while True:
-        try:
-            piece = os.read(master, 65_536)
-        except OSError:  # Linux reports the end of a terminal as an error
-            return
-        if not piece:
-            return
-        yield piece
+    with OnTerminal([sys.executable, "-m", "dedup.cli.main", *arguments], **environ) as command:
+        return command.to_the_end()
 
 
 @pytest.mark.parametrize(
