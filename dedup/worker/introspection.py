@@ -358,6 +358,8 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
     why = "it is not one"
     if isinstance(topology.tracking_id.rule, CodeRule):
         found = list(_returned(topology.tracking_id, topology.tracking_id.rule, text))
+    elif isinstance(topology.tracking_id.rule, ContentRule) and source.is_memberwise:
+        found, why = [], f"an ID is the content of a value in {source.format}, and only JSON content can be looked up"
     elif key_paths(topology.tracking_id.rule) or (source.is_memberwise and member_paths(topology.tracking_id.rule)):
         recipe = Recipe(_of_value(topology).tracking_id, fmt=source.format)
         found = [of_leaves(recipe, key, b"", headers, 0, leaves) for key, headers, leaves in _typed(topology, text)]
