@@ -35,6 +35,8 @@ COUNTED: Final = (*PLOTTED, "conflict")
 MOST_SPANS: Final = 2_048
 MOST_ROWS: Final = 16
 """Maximum number of rows of the timeline. If there are more partitions, partitions with the same owners share a row."""
+SHORT_ROWS: Final = 8
+"""With more partitions than this, those with the same owners share a row of the short timeline, which phones show."""
 MOST_MOVES: Final = 8
 _JOINED_MS: Final = 20_000
 """Two successive changes of owner that are at most this far apart belong to the same rebalance."""
@@ -163,11 +165,13 @@ class Memory:
         return WorkerHour(version, topology, worker, self._since_ms, slots, tuple(spans[-MOST_SPANS:]))
 
 
-def merged(hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None) -> dict[str, Any]:
+def merged(
+    hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None, single: int = MOST_ROWS
+) -> dict[str, Any]:
     """Merge the data of several workers about the last hour, and return the result as plain data.
 
     If ``of`` is the name of a worker, the metrics cover only this worker. The timeline always covers all
-    workers.
+    workers. If there are more than ``single`` partitions, partitions with the same owners share a row.
     """
     owned = _owners(hours, now_ms)
     plotted = [hour for hour in hours if of in {None, hour.worker}]
@@ -175,7 +179,7 @@ def merged(hours: Sequence[WorkerHour], now_ms: int, *, of: str | None = None) -
     return {
         **_metrics(plotted, owned if of is None else {}, now_ms),
         "workers": sorted(hour.worker for hour in hours),
-        "rows": _rows(owned, steps),
+        "rows": _rows(owned, steps, single),
         "partitions": len(owned),
         "moves": _moves(steps)[:MOST_MOVES],
         "lost": list(_lost(hours, owned, now_ms)),
@@ -365,7 +369,7 @@ def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
 
 
 def _rows(
-    owned: Mapping[tuple[str, int], Sequence[Span]], steps: Mapping[tuple[str, int], Sequence[_Step]]
+    owned: Mapping[tuple[str, int], Sequence[Span]], steps: Mapping[tuple[str, int], Sequence[_Step]], single: int
 ) -> list[dict[str, Any]]:
     """Return the rows of the timeline, sorted by last owner.
 
@@ -375,7 +379,7 @@ def _rows(
     groups: defaultdict[Any, list[tuple[str, int]]] = defaultdict(list)
     for place, of_place in steps.items():
         same = tuple((step.worker, rebalance[step.from_ms]) for step in of_place)
-        groups[same if len(owned) > MOST_ROWS else place].append(place)
+        groups[same if len(owned) > single else place].append(place)
     if len(groups) > MOST_ROWS:
         first = sorted(groups.values(), key=lambda places: (-len(steps[places[0]]), -len(places)))
         shown, rest = first[: MOST_ROWS - 1], [place for places in first[MOST_ROWS - 1 :] for place in places]

@@ -31,7 +31,7 @@ from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
-from dedup.web.last_hour import Memory, WorkerHour, merged
+from dedup.web.last_hour import MOST_ROWS, SHORT_ROWS, Memory, WorkerHour, merged
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 if TYPE_CHECKING:
@@ -394,8 +394,9 @@ class WebServer:
         if self._hours is None or old:
             self._hours = asyncio.create_task(self._all_hours(), name="last hour")
         remembered = await asyncio.shield(self._hours)
+        single = SHORT_ROWS if "short" in request.query else MOST_ROWS
         # Merging the data of many workers takes a while, and batches must not wait for the merge.
-        made = await asyncio.to_thread(merged, remembered, _now_ms(), of=request.query.get("worker"))
+        made = await asyncio.to_thread(merged, remembered, _now_ms(), of=request.query.get("worker"), single=single)
         return web.Response(body=msgspec.json.encode(made), content_type="application/json")
 
     def _own_hour(self) -> WorkerHour:

@@ -3,11 +3,10 @@
 import { drawLine, Hour, newLine } from "./hour.js";
 import { Lookup, showRecord } from "./lookup.js";
 import { Latest, showTasks, showWorkers } from "./tables.js";
-import { brief, clock, count, element, isLink, rate, seconds, share, size, write } from "./words.js";
+import { brief, clock, count, element, isLink, isNarrow, rate, seconds, share, size, write } from "./words.js";
 
 const EVERY_MS = 1000;
 const FORMAT = 4;
-const SHOWN = 8;
 const TOKEN = "dedup-token";
 const by = (id) => document.getElementById(id);
 
@@ -39,7 +38,8 @@ function showAttention(board) {
   const number = issues(board.attention);
   by("attention").className = errors ? "error" : number ? "warning" : "good";
   write(by("verdict"), number ? `${count(number)} ${number === 1 ? "issue" : "issues"}` : "No issues");
-  const [first, rest] = [board.attention.slice(0, SHOWN), board.attention.slice(SHOWN)];
+  const shown = isNarrow() ? 4 : 8;
+  const [first, rest] = [board.attention.slice(0, shown), board.attention.slice(shown)];
   showNotices(by("notices"), rest.length ? [...first, { level: rest[0].level, text: `${count(issues(rest))} more`, about: "rest" }] : first);
   showNotices(by("rest"), rest);
   if (!rest.length) by("rest").hidden = true;

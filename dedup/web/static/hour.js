@@ -1,7 +1,7 @@
 // Fetches the last hour of all workers, and shows it in the chosen range: small lines, plots, and the time line of owners.
 
 import { Plots, SLOT_S } from "./plots.js";
-import { clock, count, element, seconds, write } from "./words.js";
+import { clock, count, element, isNarrow, seconds, write } from "./words.js";
 
 const EVERY_MS = 5000;
 const FIRST_MS = 900;
@@ -9,9 +9,9 @@ const RANGES = { 300: "5 min", 900: "15 min", 3600: "1 h" };
 const TICKS_MS = { 300: 60_000, 900: 300_000, 3600: 600_000 };
 const HUES = 6;
 const NAMED = 8;
-// On a phone, labels take a greater share of the time line.
-const NARROW = matchMedia("(max-width: 40rem)").matches;
-const [EDGE, ROOM] = NARROW ? [9, 30] : [3, 12];
+// On a narrow screen, a longer name of partitions stands above their line.
+const LONG = 14;
+const MOVES = 4;
 const SVG = "http://www.w3.org/2000/svg";
 const by = (id) => document.getElementById(id);
 
@@ -57,7 +57,7 @@ export class Hour {
     this.#askedMs = Date.now();
     const worker = by("plotted").value;
     const [fleet, one] = await Promise.all([
-      this.#ask("/api/hour"),
+      this.#ask(isNarrow() ? "/api/hour?short" : "/api/hour"),
       worker ? this.#ask(`/api/hour?worker=${encodeURIComponent(worker)}`) : null,
     ]);
     if (!fleet.ok || worker !== by("plotted").value) return;
@@ -65,7 +65,7 @@ export class Hour {
     this.#showChoice(fleet.data.workers);
     this.#plots ??= new Plots();
     this.#plots.show((one?.ok ? one : fleet).data.plots, this.rangeS, RANGES[this.rangeS]);
-    write(by("plots-title"), `Rates, latency, lag, state, ${this.label}`);
+    write(by("plots-title"), `${isNarrow() ? "Plots" : "Rates, latency, lag, state"}, ${this.label}`);
     showLost(fleet.data.lost);
     this.#showOwners();
     this.#changed();
@@ -88,6 +88,7 @@ export class Hour {
     const spans = rows.flatMap((row) => row.spans).filter((span) => span.to_ms > start);
     const names = [...new Set(spans.map((span) => span.worker))].sort();
     const hues = new Map(names.map((name, at) => [name, at % HUES]));
+    by("owners").classList.toggle("long", rows.some((row) => nameOf(row).length > LONG));
     by("owners").replaceChildren(...rows.map((row) => lane(row, start, end, hues)), axis(start, end));
     by("owners-key").replaceChildren(
       ...names.map((name) => element("span", { class: `key hue-${hues.get(name)}` }, name)),
@@ -95,9 +96,14 @@ export class Hour {
         .map((state) => element("span", { class: `key ${state}` }, STATES[state])),
     );
     const seen = moves.filter((move) => move.at_ms >= start);
-    by("moves").replaceChildren(...seen.map(moved));
+    const shown = isNarrow() ? MOVES : seen.length;
+    by("moves").replaceChildren(...seen.slice(0, shown).map(moved));
+    const [summary, earlier] = by("earlier").children;
+    write(summary, `${count(seen.length - shown)} earlier`);
+    earlier.replaceChildren(...seen.slice(shown).map(moved));
+    by("earlier").hidden = seen.length <= shown;
     write(by("owners-title"), `Hand-overs, ${this.label}`);
-    const shared = rows.some((row) => row.partitions > 1) ? "; partitions that always had the same owners share a line" : "";
+    const shared = !isNarrow() && rows.some((row) => row.partitions > 1) ? "; partitions that always had the same owners share a line" : "";
     const none = seen.length ? "" : " No partition has changed its owner.";
     const whose = partitions === 0 ? "No partition is known to have an owner yet." : `Who had each of the ${count(partitions)} partitions${shared}.${none}`;
     write(by("owners-hint"), whose);
@@ -105,6 +111,8 @@ export class Hour {
 }
 
 const STATES = { restoring: "restoring", assigned: "assigned; its worker does not say more" };
+
+const nameOf = (row) => `${row.label}${row.partitions > 1 ? ` (${count(row.partitions)})` : ""}`;
 
 function lane(row, start, end, hues) {
   const track = element("div", { class: "track" });
@@ -114,21 +122,22 @@ function lane(row, start, end, hues) {
     const width = (100 * (span.to_ms - from)) / (end - start);
     const text = `${span.worker}: ${span.state}, ${clock(span.from_ms)} to ${clock(span.to_ms)}`;
     const bar = element("div", { class: `bar hue-${hues.get(span.worker)} ${span.state}`, title: text });
-    if (width > ROOM && span.state !== "restoring") bar.append(span.worker);
+    if (width > (isNarrow() ? 30 : 12) && span.state !== "restoring") bar.append(span.worker);
     bar.style.left = `${(100 * (from - start)) / (end - start)}%`;
     bar.style.width = `${width}%`;
     track.append(bar);
   }
-  const many = row.partitions > 1 ? ` (${count(row.partitions)})` : "";
-  return element("div", { class: "lane" }, element("span", { class: "lane-name", title: row.label }, `${row.label}${many}`), track);
+  return element("div", { class: "lane" }, element("span", { class: "lane-name", title: row.label }, nameOf(row)), track);
 }
 
 function axis(start, end) {
   const track = element("div", { class: "ticks" });
+  // On a narrow screen, a label takes a greater share of the time line.
+  const edge = isNarrow() ? 9 : 3;
   const step = TICKS_MS[(end - start) / 1000];
   for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
     const left = (100 * (at - start)) / (end - start);
-    if (left < EDGE || left > 100 - EDGE) continue; // the label would stick out
+    if (left < edge || left > 100 - edge) continue; // the label would stick out
     const tick = element("span", {}, clock(at).slice(0, 5));
     tick.style.left = `${left}%`;
     track.append(tick);

@@ -1,9 +1,9 @@
 // The plots: uPlot with this page's colors, redrawn when the color scheme changes.
 
 import uPlot from "./uPlot.esm.js";
-import { count, rate, seconds, size } from "./words.js";
+import { count, isNarrow, rate, seconds, size } from "./words.js";
 
-const HEIGHT = 150;
+const height = () => (isNarrow() ? 110 : 150);
 export const SLOT_S = 10;
 
 const PLOTS = {
@@ -35,7 +35,7 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 function widest(drawn, labels) {
   drawn.ctx.font = drawn.axes[1].font[0];
   const widths = (labels ?? []).map((label) => drawn.ctx.measureText(label).width / devicePixelRatio);
-  return Math.ceil(Math.max(30, ...widths)) + 18;
+  return Math.ceil(Math.max(isNarrow() ? 0 : 30, ...widths)) + (isNarrow() ? 10 : 18);
 }
 
 // A value between two gaps is not part of a line, so it is drawn as a point.
@@ -64,11 +64,12 @@ function shade(drawn, partial) {
 }
 
 function options(plot, width, shown) {
-  const axis = { stroke: color("--quiet"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
+  const ticks = { stroke: color("--line"), width: 1, ...(isNarrow() && { size: 4 }) };
+  const axis = { stroke: color("--quiet"), grid: { stroke: color("--grid"), width: 1 }, ticks, ...(isNarrow() && { gap: 3 }) };
   const lines = plot.lines && { splits: (_, __, least, most) => plot.lines.filter((line) => line >= least && line <= most), filter: (_, all) => all };
   return {
     width,
-    height: HEIGHT,
+    height: height(),
     tzDate: (time) => uPlot.tzDate(new Date(time * 1000), "Etc/UTC"),
     cursor: { drag: { x: false, y: false } },
     hooks: { drawClear: [(drawn) => shade(drawn, shown.partial)] },
@@ -81,7 +82,7 @@ function options(plot, width, shown) {
       },
     },
     axes: [
-      { ...axis, values: [[1, "{HH}:{mm}", null, null, null, null, null, null, 1]], incrs: [60, 120, 300, 600, 900], space: 45, size: 32 },
+      { ...axis, values: [[1, "{HH}:{mm}", null, null, null, null, null, null, 1]], incrs: [60, 120, 300, 600, 900], space: 45, size: isNarrow() ? 26 : 32 },
       { ...axis, ...lines, ...(plot.steps && { incrs: plot.steps }), size: widest, space: 26, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plot.say(tick))) },
     ],
     series: [
@@ -134,7 +135,7 @@ export class Plots {
 
   #resize() {
     for (const [id, drawn] of this.#drawn) {
-      drawn.setSize({ width: document.getElementById(id).clientWidth, height: HEIGHT });
+      drawn.setSize({ width: document.getElementById(id).clientWidth, height: height() });
     }
   }
 }

@@ -1,10 +1,8 @@
 // The tables. Rows are updated in place by key, so that a focused button keeps the focus.
 
-import { clock, count, element, instant, pageOf, rate, seconds, share, size, write } from "./words.js";
+import { clock, count, element, instant, isNarrow, pageOf, rate, seconds, share, size, write } from "./words.js";
 
 export const KINDS = { dead_letter: "dead letters", conflict: "conflicts", late: "late records", duplicate: "duplicates" };
-// On a phone, a row is a card.
-const PAGE = matchMedia("(max-width: 40rem)").matches ? 5 : 10;
 const NAMES = { duplicate: "duplicate", conflict: "conflict", late: "late", dead_letter: "dead letter" };
 
 function keyed(body, rows, keyOf, make, update) {
@@ -33,7 +31,7 @@ function newWorker(row) {
     "tr", { id: `worker:${row.worker}` },
     element("th", { scope: "row" }, pageOf(row.url, row.worker)),
     cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
-    ...["Tasks", "Records/s", "Duplicates since start", "Lag", "Latency, p99, last commits", "State size"].map((label) => cell(label, { class: "number" })),
+    ...["Tasks", "Records/s", "Duplicates", "Lag", "Latency, p99", "State size"].map((label) => cell(label, { class: "number" })),
   );
 }
 
@@ -69,10 +67,12 @@ function newTask(row) {
   if (row.held !== undefined) {
     return element("tr", { class: "owner" }, element("th", { scope: "rowgroup", colspan: 6 }, pageOf(row.url, row.worker), element("small")));
   }
+  const name = `${row.topic}/${row.partition}`;
+  const task = row.state === "standby" ? "standby" : row.task;
   return element(
-    "tr", { id: `task:${row.topic}/${row.partition}` },
-    element("th", { scope: "row" }, `${row.topic}/${row.partition}`),
-    cell("Task", {}, row.state === "standby" ? "standby" : row.task || "–"),
+    "tr", { id: `task:${name}` },
+    element("th", { scope: "row" }, name),
+    cell("Task", { class: task ? null : "nothing" }, task || "–"),
     cell("State", {}, element("span", { class: "state" }), element("span", { class: "below" })),
     cell("Lag", { class: "number" }), cell("IDs", { class: "number" }),
     cell("State size", { class: "number" }, element("span"), element("span", { class: "below" })),
@@ -165,15 +165,16 @@ export class Latest {
   show(rows) {
     this.#rows = rows;
     const wanted = rows.filter((row) => this.#boxes.get(row.kind)?.checked);
-    this.#page = Math.max(0, Math.min(this.#page, Math.ceil(wanted.length / PAGE) - 1));
-    const first = this.#page * PAGE;
-    const shown = wanted.slice(first, first + PAGE);
+    const most = isNarrow() ? 3 : 10;
+    this.#page = Math.max(0, Math.min(this.#page, Math.ceil(wanted.length / most) - 1));
+    const first = this.#page * most;
+    const shown = wanted.slice(first, first + most);
     keyed(this.#body, shown, (row) => `${row.kind} ${row.source}`, (row) => this.#made(row), () => {});
     this.#none.hidden = wanted.length > 0;
     write(this.#none, rows.length ? "None of these kinds." : "None yet.");
-    document.getElementById("latest-pages").hidden = wanted.length <= PAGE;
+    document.getElementById("latest-pages").hidden = wanted.length <= most;
     document.getElementById("latest-previous").disabled = first === 0;
-    document.getElementById("latest-next").disabled = first + PAGE >= wanted.length;
+    document.getElementById("latest-next").disabled = first + most >= wanted.length;
     write(document.getElementById("latest-range"), `${first + 1} to ${first + shown.length} of ${wanted.length}`);
   }
 

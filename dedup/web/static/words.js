@@ -62,3 +62,7 @@ export function pageOf(url, text) {
 export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
+
+// On a narrow screen, lists are shorter, and rows of tables are cards (narrow.css).
+const NARROW = matchMedia("(max-width: 66rem)");
+export const isNarrow = () => NARROW.matches;

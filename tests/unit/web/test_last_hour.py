@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers
 from dedup.settings import Web
 from dedup.web.dashboard import FORMAT, PLOTTED, Growth
-from dedup.web.last_hour import COUNTED, HOUR_MS, MOST_ROWS, MOST_SPANS, SLOT_MS, SLOTS, Memory, WorkerHour, merged
+from dedup.web.last_hour import (
+    COUNTED,
+    HOUR_MS,
+    MOST_ROWS,
+    MOST_SPANS,
+    SHORT_ROWS,
+    SLOT_MS,
+    SLOTS,
+    Memory,
+    WorkerHour,
+    merged,
+)
 from dedup.web.server import WebServer, hours
 from dedup.worker_view import Peer, TaskPulse
 from tests.unit.web.test_server import Worker, get
@@ -199,6 +210,16 @@ class TestOwners:
         ]
         assert [move["partitions"] for move in found["moves"]] == [28, 128]
 
+    def test_a_short_timeline_groups_fewer_partitions(self):
+        one, other = Memory(START), Memory(START)
+        owned = {"a": range(0, 12, 2), "b": range(1, 12, 2)}
+        one.look(pulses(owned["a"]), peers("a", **owned), START)
+        other.look(pulses(owned["b"]), peers("b", **owned), START)
+        hours = [told(one, "a", START + 60_000), told(other, "b", START + 60_000)]
+        assert len(merged(hours, START + 60_000)["rows"]) == 12
+        short = merged(hours, START + 60_000, single=SHORT_ROWS)
+        assert [row["label"] for row in short["rows"]] == ["orders/0, 2, 4, 6, 8, 10", "orders/1, 3, 5, 7, 9, 11"]
+
     def test_if_each_partition_has_a_fate_of_its_own_the_rest_is_one_line(self):
         memory = Memory(START)
         for moment in range(41):
@@ -251,6 +272,12 @@ class TestPages:
             assert set(found["ranges"]) == {"300", "900", "3600"}
             one = json.loads((await get(ours, "/api/hour?worker=b"))[1])
             assert one["workers"] == ["a", "b"]
+
+    async def test_a_phone_gets_a_short_timeline(self):
+        async with WebServer(Web(port=0), Worker()) as pages:
+            pages._memory.look(pulses(range(SHORT_ROWS + 1)), [], told(pages._memory, "a", 0).since_ms - SLOT_MS)
+            rows = [len(json.loads((await get(pages, path))[1])["rows"]) for path in ("/api/hour", "/api/hour?short")]
+        assert rows == [SHORT_ROWS + 1, 1]
 
     @pytest.mark.parametrize(
         "change",
