@@ -393,6 +393,9 @@ class TestStateKeys:
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
         with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
+        made = topology("content: {exclude: []}", source="topics: [c], format: msgpack")
+        with pytest.raises(SettingsError, match="content of a value in msgpack, and only JSON content can be looked up"):
+            state_keys(made, "{}")
 
 
 @pytest.mark.parametrize(
