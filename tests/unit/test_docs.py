@@ -184,7 +184,9 @@ def test_latency_means_the_same_in_the_metrics_the_dashboard_and_its_page():
     (meant,) = [each.help for each in METRICS if each.name == "dedup_end_to_end_seconds"]
     assert f"Latency is the t{meant[1:]}" in text_of(ROOT / "docs" / "dashboard.md")
     span = meant.partition(".")[0].removeprefix("Time ")
-    assert f"<h3>Latency, {span}</h3>" in text_of(ROOT / "dedup" / "web" / "static" / "index.html")
+    assert f'<h3>Latency<span class="wide">, {span}</span></h3>' in text_of(
+        ROOT / "dedup" / "web" / "static" / "index.html"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
