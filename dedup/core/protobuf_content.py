@@ -144,7 +144,7 @@ class _Map:
         entry[_VALUE] = _Members() if self.no_value is None else self.no_value
         cursor.walk(self.table, entry, cursor.sized_end(end), deeper(depth))
         key, value = cast("Scalar", entry.pop(_KEY)), entry.pop(_VALUE)
-        # What is left is unknown. Libraries ignore it, but records that differ only there must not become duplicates.
+        # What is left is unknown. Records that differ only there must not become duplicates.
         found[scalar_key(key)] = Named("entry", [value, entry]) if entry else value
         return found
 
