@@ -27,7 +27,7 @@ import numpy as np
 
 from dedup.core.avro import NO_MEMBERS, AvroCursor, AvroReader, Instant, avro_reader, decode_decimal, decode_text
 from dedup.core.avro_schema import MAX_DEPTH, UNITS, Items, Node, Record, Scalar, Union, parse_schema
-from dedup.core.content_tree import Content, Named, Tree, deeper, encode_content, text_key, without_names
+from dedup.core.content_tree import Content, Tree, TypedValue, deeper, encode_content, text_key, without_names
 from dedup.core.exact_json import Unreadable, excluded
 from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.tracking_id import Path
@@ -351,7 +351,7 @@ def _conversion(node: Scalar) -> _Convert:
         case "timestamp":
             return lambda raw: Instant(raw * factor)
         case "time" | "local-timestamp":
-            return lambda raw: Named(name, raw * factor)
+            return lambda raw: TypedValue(name, raw * factor)
         case "decimal":
             return lambda raw: decode_decimal(raw, node.scale)
         case "uuid":
@@ -359,7 +359,7 @@ def _conversion(node: Scalar) -> _Convert:
         case "":
             return _unchanged
         case _:  # date, duration, and big-decimal
-            return lambda raw: Named(name, raw)
+            return lambda raw: TypedValue(name, raw)
 
 
 _CONVERSIONS: Final[dict[str, _Convert]] = {

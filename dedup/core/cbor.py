@@ -18,7 +18,7 @@ from typing import Final, cast
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.content_tree import Named, Scalar, Tree, deeper
+from dedup.core.content_tree import Scalar, Tree, TypedValue, deeper
 from dedup.core.event_time import FieldTime, rfc3339_ms
 from dedup.core.exact_json import ABSENT, Absent, Number
 from dedup.core.member_reader import (
@@ -135,12 +135,12 @@ class _Cursor(Cursor):
                 if isinstance(number, int | Number):
                     return number
                 self.at = start
-                return Named(f"tag {argument}", self.tree(deeper(depth)))
+                return TypedValue(f"tag {argument}", self.tree(deeper(depth)))
             case 7:
                 simple = self._simple(head)
                 if isinstance(simple, Refused):
-                    return simple.raw if head[1] in _FLOATS else Named(f"simple {argument}", None)
-                return Named("undefined", None) if isinstance(simple, Absent) else simple
+                    return simple.raw if head[1] in _FLOATS else TypedValue(f"simple {argument}", None)
+                return TypedValue("undefined", None) if isinstance(simple, Absent) else simple
             case _:
                 return cast("Scalar", self._leaf(head, self.at))
 

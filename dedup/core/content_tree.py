@@ -40,7 +40,7 @@ _DOUBLE: Final = struct.Struct(">d").pack
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class TypedValue:
     """A value whose type has a name and no canonical bytes of its own, such as a date or a CBOR tag."""
 
     type_name: str
@@ -48,7 +48,7 @@ class Named:
 
 
 Scalar = None | bool | int | float | str | bytes | Number | UUID | Instant
-Tree = Scalar | Named | list["Tree"] | dict[bytes, "Tree"]
+Tree = Scalar | TypedValue | list["Tree"] | dict[bytes, "Tree"]
 """A decoded value. The keys of an object are canonical bytes: `text_key` for a name."""
 
 Without = Mapping[bytes | int, "Without | None"]
@@ -67,7 +67,7 @@ _SHORT_NAME: Final = 100
 """The maximum length of a key that is remembered."""
 
 
-class Keys(dict[Any, bytes]):
+class KeyCache(dict[Any, bytes]):
     """Caches the canonical keys of the names of members, which are nearly the same in all values."""
 
     def __init__(self, key_of_name: Callable[[Any], bytes]) -> None:
@@ -133,7 +133,7 @@ _KEY_OF: Final[dict[type, Callable[[Any], bytes]]] = {
 
 def key_of(tree: Tree) -> bytes:
     """Return the canonical key of a member of a map whose keys can be any value."""
-    if isinstance(tree, dict | list | Named):
+    if isinstance(tree, dict | list | TypedValue):
         return encode_content(tree, _NOTHING)
     return scalar_key(tree)
 
@@ -161,6 +161,6 @@ def _append(tree: Tree, without: Without, parts: list[bytes]) -> None:
         parts.append(_ARRAY + encoding.length(len(left)))
         for at, each in left:
             _append(each, without.get(at) or _NOTHING, parts)
-    elif isinstance(tree, Named):
+    elif isinstance(tree, TypedValue):
         parts.append(_NAMED + encoding.prefixed(tree.type_name.encode()))
         _append(tree.content, without, parts)

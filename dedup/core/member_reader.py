@@ -15,7 +15,7 @@ from typing import ClassVar, Final, assert_never
 from uuid import UUID
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.content_tree import Keys, Tree, Without, encode_content, key_of, text_key
+from dedup.core.content_tree import KeyCache, Tree, Without, encode_content, key_of, text_key
 from dedup.core.event_time import FieldTime, TimeUnit
 from dedup.core.exact_json import ABSENT, Absent, NotJudged, Number, Unreadable, with_foreign_format
 from dedup.core.odd_rows import NotInColumns, at_rows, in_order, in_pieces, ordered
@@ -28,7 +28,7 @@ MANY: Final = 8
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
 """Stands for an item that has a timestamp type but does not contain a valid time."""
 _INT64: Final = 1 << 63
-_NAMES: Final = Keys(lambda name: text_key(name.decode()))
+_NAMES: Final = KeyCache(lambda name: text_key(name.decode()))
 
 
 @dataclass(slots=True)

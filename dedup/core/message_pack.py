@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, NamedTuple, cast
 import msgspec
 
 from dedup.core.avro import Instant, Leaf, Refused
-from dedup.core.content_tree import Keys, Named, Scalar, Tree, Without, deeper, encode_content, text_key
+from dedup.core.content_tree import KeyCache, Scalar, Tree, TypedValue, Without, deeper, encode_content, text_key
 from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit
 from dedup.core.exact_json import DECODE_REFUSALS
 from dedup.core.member_reader import (
@@ -82,7 +82,7 @@ _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _ITEM: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder()
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _PLAIN: Final = frozenset({str, int, float, bool, bytes, type(None)})
-_NAMES: Final = Keys(text_key)
+_NAMES: Final = KeyCache(text_key)
 _MEMBERS: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _TIME_TYPES: Final[dict[TimeUnit, Any]] = {"rfc3339": str, "timestamp": msgspec.msgpack.Ext}
 
@@ -256,11 +256,11 @@ class _Cursor(Cursor):
             return members
         return [self.tree(below) for _ in range(count)]
 
-    def _named(self, first: int) -> Instant | Named:
+    def _named(self, first: int) -> Instant | TypedValue:
         size = _FIXEXT[first] if first in _FIXEXT else self._number(_EXT[first])
         kind, content = int.from_bytes(self._bytes(1), "big", signed=True), self._bytes(size)
         time = _extension(kind, content)
-        return time if isinstance(time, Instant) else Named(f"extension {kind}", content)
+        return time if isinstance(time, Instant) else TypedValue(f"extension {kind}", content)
 
     def _put(self, wanted: PathTree, leaf: Leaf) -> None:
         for slot in wanted.slots:

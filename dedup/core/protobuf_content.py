@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 
-from dedup.core.content_tree import Content, Named, Scalar, Tree, Without, deeper, encode_content, scalar_key, text_key
+from dedup.core.content_tree import (
+    Content,
+    Scalar,
+    Tree,
+    TypedValue,
+    Without,
+    deeper,
+    encode_content,
+    scalar_key,
+    text_key,
+)
 from dedup.core.exact_json import Excluded, excluded
 from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.proto_schema import SCALARS, Field, Message, message_at, parse_proto
@@ -145,7 +155,7 @@ class _Map:
         cursor.walk(self.table, entry, cursor.sized_end(end), deeper(depth))
         key, value = cast("Scalar", entry.pop(_KEY)), entry.pop(_VALUE)
         # What is left is unknown. Records that differ only there must not become duplicates.
-        found[scalar_key(key)] = Named("entry", [value, entry]) if entry else value
+        found[scalar_key(key)] = TypedValue("entry", [value, entry]) if entry else value
         return found
 
 
@@ -181,7 +191,9 @@ class _ContentCursor(ProtobufCursor):
             if member is None:
                 raw = self.field(number, wire, end)
                 if self._keeps_unknown:
-                    cast("list[Tree]", found.setdefault(scalar_key(number), [])).append(Named(_WIRE_TYPES[wire], raw))
+                    cast("list[Tree]", found.setdefault(scalar_key(number), [])).append(
+                        TypedValue(_WIRE_TYPES[wire], raw)
+                    )
                 continue
             if wire not in member.type.wires:
                 raise self.other_wire_type(number)

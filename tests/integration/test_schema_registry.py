@@ -293,8 +293,7 @@ def test_equal_members_of_keys_of_two_schema_versions_are_one_id(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "pinned", "unique"),
-    [("avro", False, 700), ("avro", True, 400), ("protobuf", True, 400)],
+    ("fmt", "pinned", "unique"), [("avro", False, 700), ("avro", True, 400), ("protobuf", True, 400)]
 )
 def test_content_is_read_with_the_schema_of_each_value_or_with_one_for_all(
     make_job: MakeJob,

@@ -394,7 +394,9 @@ class TestStateKeys:
         with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
         made = topology("content: {exclude: []}", source="topics: [c], format: msgpack")
-        with pytest.raises(SettingsError, match="content of a value in msgpack, and only JSON content can be looked up"):
+        with pytest.raises(
+            SettingsError, match="content of a value in msgpack, and only JSON content can be looked up"
+        ):
             state_keys(made, "{}")
 
 

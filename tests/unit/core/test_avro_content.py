@@ -12,7 +12,7 @@ import pytest
 from dedup.core.avro import Instant
 from dedup.core.avro_content import avro_content
 from dedup.core.avro_schema import MAX_DEPTH
-from dedup.core.content_tree import Named, encode_content, text_key
+from dedup.core.content_tree import TypedValue, encode_content, text_key
 from dedup.core.exact_json import Number, Unreadable
 from dedup.core.framing import LinkedSchema, SchemaRefused
 
@@ -89,17 +89,17 @@ def fault_of(content, value):
         (decimal(), b"\2\x0f", Number("15e-2")),
         (decimal(scale=0), b"\2\xff", Number("-1e-0")),
         (decimal("fixed"), b"\0\x0f", Number("15e-2")),
-        (logical("bytes", "big-decimal"), b"\4ab", Named("big-decimal", b"ab")),
-        ({"type": "fixed", "name": "D", "size": 12, "logicalType": "duration"}, b"a" * 12, Named("duration", b"a" * 12)),
-        (logical("int", "date"), b"\2", Named("date", 1)),
-        (logical("int", "time-millis"), b"\2", Named("time", 1_000_000)),
-        (logical("long", "time-micros"), b"\2", Named("time", 1_000)),
+        (logical("bytes", "big-decimal"), b"\4ab", TypedValue("big-decimal", b"ab")),
+        ({"type": "fixed", "name": "D", "size": 12, "logicalType": "duration"}, b"a" * 12, TypedValue("duration", b"a" * 12)),
+        (logical("int", "date"), b"\2", TypedValue("date", 1)),
+        (logical("int", "time-millis"), b"\2", TypedValue("time", 1_000_000)),
+        (logical("long", "time-micros"), b"\2", TypedValue("time", 1_000)),
         (logical("long", "timestamp-millis"), b"\2", Instant(1_000_000)),
         (logical("long", "timestamp-micros"), b"\1", Instant(-1_000)),
         (logical("long", "timestamp-nanos"), b"\2", Instant(1)),
-        (logical("long", "local-timestamp-millis"), b"\2", Named("local-timestamp", 1_000_000)),
-        (logical("long", "local-timestamp-micros"), b"\2", Named("local-timestamp", 1_000)),
-        (logical("long", "local-timestamp-nanos"), b"\2", Named("local-timestamp", 1)),
+        (logical("long", "local-timestamp-millis"), b"\2", TypedValue("local-timestamp", 1_000_000)),
+        (logical("long", "local-timestamp-micros"), b"\2", TypedValue("local-timestamp", 1_000)),
+        (logical("long", "local-timestamp-nanos"), b"\2", TypedValue("local-timestamp", 1)),
         (logical("long", "of-ours"), b"\2", 1),
         (["null", "long"], b"\0", None),
         (["null", "long"], b"\2\x0e", 7),
@@ -287,8 +287,8 @@ def zigzag(number):
         ("int", b"\2", ["double", "int"], 1),
         (["double", "int"], b"\2\2", ["int", "double"], 1),
         ("bytes", b"\2a", ["string", "bytes"], b"a"),
-        ("int", b"\2", ["long", logical("int", "date")], Named("date", 1)),
-        (logical("int", "date"), b"\2", ["int", logical("int", "date")], Named("date", 1)),
+        ("int", b"\2", ["long", logical("int", "date")], TypedValue("date", 1)),
+        (logical("int", "date"), b"\2", ["int", logical("int", "date")], TypedValue("date", 1)),
         (INTS, b"\2\2\0", ["null", {"type": "map", "values": "int"}, {"type": "array", "items": "long"}], [1]),
         (FIXED, b"ab", [FIXED | {"name": "x.F"}, FIXED], b"ab"),
         ([FIXED, ENUM], b"\2\2", ["null", ENUM | {"name": "x.E"}], "B"),
@@ -382,7 +382,7 @@ DEFAULTS = [
     (decimal(), "\x0f", Number("15e-2")),
     (UUID_FIXED, "\0" * 16, UUID(int=0)),
     (logical("long", "timestamp-millis"), 1, Instant(1_000_000)),
-    (logical("int", "date"), 1, Named("date", 1)),
+    (logical("int", "date"), 1, TypedValue("date", 1)),
     (INTS, [1, 2], [1, 2]),
     ({"type": "map", "values": ["int", "string"]}, {"a": "b", "c": 1}, keyed(a="b", c=1)),
     (["null", "int"], None, None),

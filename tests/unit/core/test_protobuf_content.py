@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dedup.core import protobuf
-from dedup.core.content_tree import MAX_DEPTH, Named, encode_content, scalar_key, text_key
+from dedup.core.content_tree import MAX_DEPTH, TypedValue, encode_content, scalar_key, text_key
 from dedup.core.exact_json import Unreadable
 from dedup.core.framing import LinkedSchema, SchemaRefused
 from dedup.core.proto_schema import MAX_DEPTH as MAX_GROUPS
@@ -194,8 +194,13 @@ def test_a_message_that_is_a_group_elsewhere():
 def test_unknown_fields_are_content_unless_the_schema_is_pinned():
     schema = schema_of("int32 f = 1;", "map<string, int32> m = 2;")
     value = "5005" + "0801" + "5a02ffff" + "53080154" + "510100000000000000" + "5501000000"
-    unknown = [Named("wire 0", 5), Named("wire 3", b"\x08\x01"), Named("wire 1", 1), Named("wire 5", 1)]
-    assert content_of(schema, value) == canonical({1: 1, 10: unknown, 11: [Named("wire 2", b"\xff\xff")]})
+    unknown = [
+        TypedValue("wire 0", 5),
+        TypedValue("wire 3", b"\x08\x01"),
+        TypedValue("wire 1", 1),
+        TypedValue("wire 5", 1),
+    ]
+    assert content_of(schema, value) == canonical({1: 1, 10: unknown, 11: [TypedValue("wire 2", b"\xff\xff")]})
     assert content_of(schema, value, pinned=schema) == canonical({1: 1})
     for one, other in (("5001", "5002"), ("5a00", "5b5c"), ("50015002", "50025001"), ("0801", "08015000")):
         assert content_of(schema, one) != content_of(schema, other)
@@ -206,7 +211,7 @@ def test_unknown_fields_are_content_unless_the_schema_is_pinned():
 def test_unknown_fields_of_a_maps_entry_are_content():
     schema = schema_of("map<string, M> m = 2;")
     entry = "12090a016112022805" + "1807"
-    entries = {text_key("a"): Named("entry", [object_of({5: 5}), object_of({3: [Named("wire 0", 7)]})])}
+    entries = {text_key("a"): TypedValue("entry", [object_of({5: 5}), object_of({3: [TypedValue("wire 0", 7)]})])}
     assert content_of(schema, entry) == encode_content({scalar_key(2): entries}, {})
     assert content_of(schema, entry, pinned=schema) == content_of(schema, "12070a016112022805")
     assert content_of(schema, entry, exclude=["m.a"]) == canonical({})
@@ -277,7 +282,7 @@ FIELDS = ("int32 f = 1;", "M m = 2;", "repeated M all = 3;", "map<string, M> by 
         (["by", "by.a"], "22030a0161", {}),
         (["at.1", 'at["1"]'], "2a020801", {5: {scalar_key(1): {}}}),  # a map's key of another type has no name
         (["at"], "2a020801", {}),
-        (["m"], "5001", {10: [Named("wire 0", 1)]}),
+        (["m"], "5001", {10: [TypedValue("wire 0", 1)]}),
     ],
 )  # fmt: skip
 def test_excluded_members(exclude, value, expected):
