@@ -31,6 +31,8 @@ _VARINT_BITS: Final = 64
 VARINT, _FIXED64, SIZED, GROUP, END, FIXED32 = range(6)
 """The wire types."""
 _WIDTHS: Final = {_FIXED64: 8, FIXED32: 4}
+_MORE: Final = 0x80
+"""The bit of a byte that is set if another byte of the number follows."""
 _MOST_TAG: Final = (1 << 32) - 1
 _OVER: Final = _MOST_TAG + 1
 """Stands for the next tag of a message that has ended."""
@@ -369,6 +371,9 @@ class ProtobufCursor:
 
     def varint(self, end: int) -> int:
         """Return the next number."""
+        if self.at < end and (byte := self._value[self.at]) < _MORE:  # most numbers have one byte
+            self.at += 1
+            return byte
         raw, self.at = varint(self._value, self.at, end)
         return raw
 

@@ -1,6 +1,7 @@
 """The parser of .proto text against protoc, and what it refuses."""
 
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from dedup.core import proto_schema
 from dedup.core.framing import LinkedSchema, SchemaRefused
-from dedup.core.proto_schema import MAX_DEPTH, Message, parse_proto
+from dedup.core.proto_schema import MAX_DEPTH, Field, Message, parse_proto
 from tests.protoc import described
 
 TEXT = """
@@ -86,7 +87,7 @@ KINDS = [
 def same(message: Message, found: object) -> None:
     """Compare a message with what protoc says of it."""
     assert list(message.fields) == [each.name for each in found.field]
-    entries = {each.name for each in found.nested_type if each.options.map_entry}
+    entries = {each.name: each for each in found.nested_type if each.options.map_entry}
     for each in found.field:
         mine = message.fields[each.name]
         repeated = each.label == each.LABEL_REPEATED
@@ -101,11 +102,36 @@ def same(message: Message, found: object) -> None:
         assert mine.oneof == ("" if each.proto3_optional else oneof)
         if kind == "message":
             assert mine.message.name == each.type_name[1:]
+        same_item(mine, each, entries)
     nested = [None if each.options.map_entry else each for each in found.nested_type]
     assert [each and each.name.rpartition(".")[2] for each in message.nested] == [each and each.name for each in nested]
     for mine, each in zip(message.nested, nested, strict=True):
         if mine is not None:
             same(mine, each)
+
+
+def same_item(mine: Field, found: object, entries: Mapping[str, object]) -> None:
+    """Compare what a repeated field, a map, or a group consists of with what protoc says of it."""
+    match mine.kind:
+        case "map":
+            assert mine.item.kind == "message"
+            ours = list(mine.item.message.fields.values())
+            for each, theirs in zip(ours, entries[found.type_name.rpartition(".")[2]].field, strict=True):
+                same_type(each, theirs)
+        case "repeated":
+            same_type(mine.item, found)
+        case "group":
+            same_type(mine, found)
+        case _:
+            assert mine.item is None
+
+
+def same_type(mine: Field, found: object) -> None:
+    assert (mine.number, mine.kind) == (found.number, KINDS[found.type - 1])
+    message = mine.item.message if mine.kind == "group" else mine.message
+    assert (message.name if message is not None else "") == (
+        found.type_name[1:] if mine.kind in {"message", "group"} else ""
+    )
 
 
 def as_protoc_says(text: str) -> None:
@@ -120,10 +146,15 @@ def shape(message: Message | None) -> object:
     """Return all that is known of a message, without the messages of its fields."""
     if message is None:
         return None
-    fields = {
-        name: (each.number, each.type_name, each.has_presence, each.oneof) for name, each in message.fields.items()
-    }
+    fields = {name: shape_of(each) for name, each in message.fields.items()}
     return message.name, fields, [shape(each) for each in message.nested]
+
+
+def shape_of(each: Field) -> tuple[object, ...]:
+    item = None if each.item is None else shape_of(each.item)
+    if each.kind == "map":
+        item = [shape_of(part) for part in each.item.message.fields.values()]
+    return each.number, each.type_name, each.has_presence, each.oneof, each.message and each.message.name, item
 
 
 def test_a_file_means_what_protoc_says():
@@ -243,6 +274,22 @@ def refusal(text):
 
 def test_a_type_may_have_the_name_of_a_kind_of_field():
     as_protoc_says('syntax = "proto3"; message A { map m = 1; } message map { string id = 1; }')
+
+
+def test_a_map_may_have_a_type_of_a_file_that_is_not_known():
+    """Readers by path skip maps, so such a schema is not refused."""
+    fields = (
+        parse_proto("message M { map<int32, N> m = 1; map<double, M> d = 2; map<string, M> good = 3; }")
+        .nested[0]
+        .fields
+    )
+    assert [each.item is None for each in fields.values()] == [True, True, False]
+    assert [each.kind for each in fields.values()] == ["map"] * 3
+    text = "message M { repeated group G = 1 { optional int32 n = 1; } map<int32, M> m = 2; }"
+    file = described(f'syntax = "proto2"; {text}').file[-1]
+    file.message_type[0].nested_type[1].field[1].type_name = ".Gone"
+    fields = parse_proto(b64encode(file.SerializeToString()).decode()).nested[0].fields
+    assert (fields["m"].item, fields["g"].item.item.message.name) == (None, "M.G")
 
 
 def test_a_message_after_a_group_is_named_by_no_index():
