@@ -29,6 +29,8 @@ from dedup.core.tracking_id import Path
 from dedup.core.varint import PADDING, Damaged, varint, varints
 
 _MOST_DECIMAL_BYTES: Final = 1_024
+_MORE: Final = 0x80
+"""The bit of a byte that is set if another byte of the number follows."""
 _ROWS_PER_STEP: Final = 16
 """After 64 free steps, `columns` gives up if its steps (unions or items) read fewer values than this on average."""
 
@@ -319,7 +321,11 @@ class AvroCursor:
 
     def varint(self) -> int:
         """Read an int or a long."""
-        raw, self.at = varint(self._value, self.at, len(self._value))
+        raw = self._value[self.at] if self.at < len(self._value) else _MORE
+        if raw < _MORE:  # most numbers have one byte
+            self.at += 1
+        else:
+            raw, self.at = varint(self._value, self.at, len(self._value))
         return raw >> 1 ^ -(raw & 1)
 
     def part(self) -> bytes:

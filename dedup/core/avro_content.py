@@ -101,7 +101,8 @@ class _Resolver:
     def reading(self, writer: Node, reader: Node, place: str) -> _Reading:
         """Return how to read a writer's type as a reader's. ``place`` names the value in error texts."""
         if isinstance(writer, Union):
-            return _union([self.reading(branch, reader, place) for branch in writer.branches])
+            same = writer is reader  # then each branch is read as itself, without comparing it with all others
+            return _union([self.reading(branch, branch if same else reader, place) for branch in writer.branches])
         branches = reader.branches if isinstance(reader, Union) else (reader,)
         ranked = [(rank, at) for at, branch in enumerate(branches) if (rank := _rank(writer, branch)) is not None]
         if not ranked:
@@ -149,7 +150,8 @@ class _RecordReading:
     def _compared(self) -> list[tuple[bytes | None, _Reading]]:
         writer, reader, steps = self._writer, self._reader, list[tuple[bytes | None, _Reading]]()
         sources = _sources(writer, reader)
-        for name in reader.fields.keys() - sources.values():
+        read_fields = set(sources.values())
+        for name in [each for each in reader.fields if each not in read_fields]:
             if (id(reader), name) not in self._resolver.defaults:
                 lacking = f"{_place(reader, name)} is missing, and has no default in the pinned schema"
                 self._steps = [(None, _unresolvable(lacking))]

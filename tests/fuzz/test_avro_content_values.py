@@ -41,6 +41,8 @@ LOGICAL = (
     {"type": "bytes", "logicalType": "decimal", "precision": 400, "scale": 2},
     {"type": "string", "logicalType": "uuid"},
 )
+LOOSE = ('"time-', '"uuid"')
+"""Types of which fastavro accepts damaged values: negative times of day, and UUIDs as `UUID` of Python accepts them."""
 REPEATED = "repeated"
 """The share of maps that repeat a key, among the types that `encoded` knows."""
 EPOCH = dt.datetime(1970, 1, 1)  # noqa: DTZ001 - local
@@ -193,7 +195,7 @@ def scalar(value):
         case None | bool():
             return {None: b"\x0b", True: b"\x07", False: b"\x08"}[value]
         case int():
-            return b"\x04" + signed(value)
+            return b"\x04" + signed(value) if -1 << 63 <= value < 1 << 63 else b"\x05" + str(value).encode()
         case float():
             return b"\x0f" + struct.pack(">d", float("nan") if value != value else value + 0.0)  # noqa: PLR0124
         case UUID():
@@ -305,8 +307,8 @@ def test_a_damaged_value_has_the_fault_that_the_reader_finds(seed):
                 assert (fault.code, fault.detail) == (damage.code, damage.detail), f"seed {seed}: {text}: {value.hex()}"
             elif fault is not None:
                 assert fault.code in OWN_FAULTS, f"seed {seed}: {text}: {value.hex()}"
-                assert (fault.code == "not_utf8") <= (exact == "text"), f"seed {seed}: {text}: {value.hex()}"
-            elif exact is True and '"time-' not in text:  # fastavro reads some negative times of day
+                assert fault.code != "not_utf8" or exact is not True, f"seed {seed}: {text}: {value.hex()}"
+            elif exact is True and not any(kind in text for kind in LOOSE):
                 assert found == b"\0" + item(decoded), f"seed {seed}: {text}: {value.hex()}"
             if fault is not None:
                 faults[fault.code] = faults.get(fault.code, 0) + 1
@@ -374,6 +376,8 @@ class Evolved:
 
     def record(self, kind):
         fields = [self.field(each) for each in kind["fields"] if each["name"] == "self" or self.dice.random() < 0.9]
+        if all(each["type"] == "null" for each in fields):
+            fields.append({"name": self.name(), **ADDED[0]})
         if self.dice.random() < 0.3:
             fields.append({"name": self.name(), **self.dice.choice(ADDED)})
         self.dice.shuffle(fields)
@@ -422,8 +426,10 @@ def test_a_pinned_schema_reads_what_fastavro_reads(seed):
             decoded, code = by_resolution(parsed, pinned, value)
             found, fault = content_of(content, value)
             said = f"seed {seed}: {text} as {json.dumps(reader)}: {value.hex()}: {fault}"
-            assert (fault.code if fault else "") == code, said
-            assert fault is not None or found == b"\0" + item(decoded), said
+            if fault is None:
+                assert (code, found) == ("", b"\0" + item(decoded)), said
+            else:  # fastavro looks for a field without a value when it has read the others
+                assert code == fault.code or (code, fault.code) == ("not_utf8", "schema_unresolvable"), said
             codes[code] = codes.get(code, 0) + 1
         for value in (damaged(dice, each, good) for each in good):
             fault, damage = content_of(content, value)[1], content_of(avro_reader(text, (), None).read, value)[1]

@@ -354,6 +354,17 @@ def test_fields_of_records():
     assert avro_content(writer, aliased, ())(value) == tree(a=1)
 
 
+def test_the_first_field_without_a_value_is_named():
+    """The same one in every process, however many there are."""
+    content = avro_content(of({}), of(dict.fromkeys("hgfedcba", "int")), ())
+    assert "R.h is missing" in fault_of(content, b"")[1]
+
+
+def test_a_union_of_very_many_branches():
+    content = avro_content(record(["null"] * 50_000), None, ())
+    assert content(b"\2") == tree(f0=None)
+
+
 def test_aliases_of_fields():
     writer = of({"a": "int", "b": "int"})
     # A name precedes an alias, and each field is read once.
