@@ -181,6 +181,10 @@ class _Cursor(Cursor):
         self.at += over
         return over
 
+    def at_text(self) -> bool:
+        """Return whether the next item begins like a text."""
+        return self.at < len(self._value) and self._value[self.at] >> 5 == _TEXT
+
     def name(self) -> bytes | None:
         """Read a map key. Return the bytes of a text key, or None for any other key."""
         start = self.at

@@ -146,11 +146,14 @@ class Cursor(ABC):
     def name(self) -> bytes | None:
         """Read the key of a member of a map. Return the UTF-8 of a text, or None for any other key."""
 
+    @abstractmethod
+    def at_text(self) -> bool:
+        """Return whether the next item begins like a text."""
+
     def member(self, members: dict[bytes, Tree], depth: int) -> None:
         """Read the key and the value of one member of a map, and add them to ``members``."""
-        start, name = self.at, self.name()
+        name = self.name() if self.at_text() else None
         if name is None:
-            self.at = start
             key = key_of(self.tree(depth))
         else:
             key = _NAMES[name] if name.isascii() else text_key(self.text(name))
@@ -202,10 +205,10 @@ class ItemReader(MemberReader):
             self._end(cursor, value)
         except Damaged as damage:
             raise not_of_format(value, self.code, self.name, damage) from None
+        if cursor.not_utf8 is not None:  # first, because names that are not UTF-8 seem to be repeated
+            raise cursor.not_utf8
         if cursor.is_repeated:
             raise Unreadable("repeated_member", "a member is repeated in a map of the content")
-        if cursor.not_utf8 is not None:
-            raise cursor.not_utf8
         return encode_content(tree, without)
 
     def _fault(self, value: bytes, wanted: PathTree, found: list[Leaf]) -> Unreadable | None:

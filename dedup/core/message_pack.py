@@ -81,6 +81,8 @@ _NO_FIELD: Final = re.compile(r'["\\\x00-\x1f]')
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _ITEM: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder()
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_MOST_QUICK_BYTES: Final = 1 << 14
+"""The maximum length of values whose content msgspec reads: keys with equal hashes make it take quadratic time."""
 _PLAIN: Final = frozenset({str, int, float, bool, bytes, type(None)})
 _NAMES: Final = KeyCache(text_key)
 _MEMBERS: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
@@ -286,6 +288,11 @@ class _Cursor(Cursor):
             else:
                 self.item(below)
 
+    def at_text(self) -> bool:
+        """Return whether the next item begins like a text."""
+        first = self._value[self.at] if self.at < len(self._value) else _NIL
+        return first & 0xE0 == _FIXSTR or first in _STR
+
     def name(self) -> bytes | None:
         """Read a map key. Return the bytes of a text key, or None for any other key."""
         first = self._value[self.at] if self.at < len(self._value) else _NIL
@@ -440,6 +447,8 @@ class MessagePackReader(ItemReader):
 
     def content(self, without: Without, value: bytes) -> bytes:
         """Return the canonical content of a value. Raises Unreadable unless the value is one item."""
+        if len(value) > _MOST_QUICK_BYTES:
+            return super().content(without, value)
         try:
             item = _ITEM.decode(value)
             # The same bytes: no map repeats a name, and no number has more or fewer bits than Python's.

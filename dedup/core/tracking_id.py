@@ -77,6 +77,8 @@ _QUOTED: Final = compile_pattern(r'\[("(?:[^"\\]|\\.)*")\]')
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_CHARS: Final = 36
+_MOST_STEPS: Final = 200
+"""The maximum number of steps of a path. Functions that follow paths recurse once per step."""
 _INT64: Final = 1 << 63
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - text in UTC gets its Z from `encode_instant`
 _LENGTH_BITS: Final = 7
@@ -94,6 +96,8 @@ def parse_path(text: str) -> Path:
     while at < len(text):
         step, at = _step(text, at, first=not steps)
         steps.append(step)
+    if len(steps) > _MOST_STEPS:
+        raise ValueError(f"the path has {len(steps)} steps, more than {_MOST_STEPS}; name a member closer to the top")
     return tuple(steps)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Final, Literal
 
 from dedup.core.event_time import FieldTime
@@ -360,7 +361,8 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
         yield warning("tombstones_unused", f"tracking_id.tombstones has no effect: {text}")
     for rule in rules[:-1]:
         if isinstance(rule, ContentRule | RawContentRule):
-            text = f"tracking_id.first_of: every value has {rule_text(rule)}, so later alternatives are hardly used."
+            written = rule_text(rule, attrgetter("name"))
+            text = f"tracking_id.first_of: every value has {written}, so later alternatives are hardly used."
             yield warning("alternatives_unused", text)
     if RawContentRule() in rules and topology.source.format != "bytes":
         text = f"tracking_id.content: true compares bytes: {_CHANGES[topology.source.format]} makes a new event."

@@ -316,6 +316,13 @@ class Topology:
         """True if payloads are compared, which takes eight more bytes of state per ID."""
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
+    def _content_depends_on(self, *, pinned: bool) -> list[str]:
+        """Return what besides a value's bytes determines the value's content, for the state fingerprint."""
+        source = self.source
+        if source.format == "csv":
+            return [source.format, source.delimiter, *source.columns]
+        return [source.format] if pinned or source.schema is None else [source.format, _digest(source.schema)]
+
     @property
     def _compared_without(self) -> tuple[Path, ...]:
         return () if self.compared is None else self.compared.exclude
@@ -390,6 +397,7 @@ class Topology:
     def state_identity(self, partitions: Mapping[str, int]) -> str:
         """Return the text that `state_fingerprint` hashes, so that an error message can say what differs."""
         rule = self.tracking_id.rule
+        compared = self.compared if self.fingerprints_wanted else None
         # The string for the event time is part of the state fingerprint, so do not change its wording.
         match self.event_time:
             case FieldTime(path, unit):
@@ -412,10 +420,10 @@ class Topology:
         if self.tracking_id.zeros:
             identity["zero"] = "value"  # only if used, so that the state of older topologies stays usable
         if self.fingerprints_wanted and self.source.is_memberwise:  # not the canonical JSON that other formats compare
-            compared = "bytes" if self.compared is None else rule_text(self.compared)
-            identity["payloads"] = f"{self.source.format} {compared}"
-        if self.source.is_memberwise and any(isinstance(each, ContentRule) for each in alternatives_of(rule)):
-            identity["content"] = self.source.format
+            identity["payloads"] = f"{self.source.format} {'bytes' if compared is None else rule_text(compared)}"
+        contents = [each for each in (*alternatives_of(rule), compared) if isinstance(each, ContentRule)]
+        if self.source.is_memberwise and contents:
+            identity["content"] = self._content_depends_on(pinned=all(each.schema is not None for each in contents))
         return json.dumps(identity, sort_keys=True, separators=(",", ":"))
 
 

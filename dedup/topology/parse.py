@@ -487,9 +487,18 @@ def _schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Iter
         pinned_at = (*holder, "schema")
         pinned = yield from _read_schema(document, pinned_at, read_file)
         name, text = (_SCHEMA, schema) if document.get(pinned_at) is None else (pinned_at, pinned)
-        for at in _each(document, (*holder, "exclude")):
-            if text is not None:
+        if text is not None:
+            for at in _each(document, (*holder, "exclude")):
                 yield from _missing_member(document, at, text, name)
+            yield from _leaves_nothing(document, holder, member_names(fmt, text, ("",), first=name == _SCHEMA))
+
+
+def _leaves_nothing(document: Document, holder: At, names: Iterable[object]) -> Iterator[Problem]:
+    """Report content from which every member is excluded."""
+    at = (*holder, "exclude")
+    excluded = {_path_at(document, each) for each in _each(document, at)}
+    if excluded >= {(name,) for name in names} != set():
+        yield _at_key(document, at, "leaves nothing to compare, because it names every member; keep at least one")
 
 
 def _read_schema(
@@ -533,6 +542,8 @@ def _columns_fit(document: Document) -> Iterator[Problem]:
         yield _at_key(document, _FORMAT, "csv needs `source.columns`: the names of the columns, in their order")
     if not isinstance(columns, list):
         return
+    for holder in _contents_at(document):
+        yield from _leaves_nothing(document, holder, columns)
     named = (_members_at(document), (("event_time", "field"),), _sink_columns_at(document), _excluded_at(document))
     for at in chain.from_iterable(named):
         text, path = document.get(at), _path_at(document, at)

@@ -7,6 +7,7 @@ import io
 import math
 import random
 import struct
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal
@@ -185,6 +186,36 @@ def test_a_deep_value_is_refused_in_time(fmt: str, array: bytes) -> None:
     for levels in (201, 10_000, 1_000_000):
         with pytest.raises(Unreadable, match="nested more than 200 levels deep"):
             content(fmt, array * levels + null)
+
+
+KEYS = b"\x01" * 16_384
+
+
+@pytest.mark.parametrize(
+    ("fmt", "one", "keys"), [("msgpack", b"\x81", b"\xdd\x00\x00\x40\x00"), ("cbor", b"\xa1", b"\x99\x40\x00")]
+)
+def test_a_key_inside_of_a_key_is_read_once(fmt: str, one: bytes, keys: bytes) -> None:
+    """Each of 190 maps has the next one as its key, and the innermost key is an array of 16,384 numbers."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        assert content(fmt, one * 190 + keys + KEYS + b"\x01" * 190)
+    finally:
+        sys.setprofile(None)
+    assert calls < 30 * len(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "value"), [("msgpack", b"\x82\xa1\xff\x01\xa1\xfe\x01"), ("cbor", b"\xa2a\xff\x01a\xfe\x01")]
+)
+def test_names_that_are_not_utf8_are_not_taken_for_repeated(fmt: str, value: bytes) -> None:
+    with pytest.raises(Unreadable, match="not UTF-8"):
+        content(fmt, value)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,26 @@ def test_one_schema_or_none_is_no_reason_to_warn(source, rule, more):
     assert "content_of_schemas" not in codes(topology(source, rule, more))
 
 
+@pytest.mark.parametrize(
+    ("source", "rule", "said"),
+    [
+        (
+            "format: csv, columns: [id, at, a]",
+            "content: {exclude: [id, at, a]}",
+            "4:25: tracking_id.content.exclude: leaves",
+        ),
+        ("format: avro, schema_id: none, schema: r.avsc", "content: {exclude: [at, id]}", "4:25: tracking_id.content."),
+        ("format: avro", "content: {exclude: [at, id], schema: r.avsc}", "4:25: tracking_id.content.exclude: leaves"),
+    ],
+)
+def test_something_has_to_be_left_to_compare(source, rule, said):
+    with pytest.raises(TopologyError) as refused:
+        topology(source, rule)
+    (problem,) = refused.value.problems
+    assert str(problem).startswith(f"t.yaml:{said}")
+    assert "leaves nothing to compare, because it names every member; keep at least one" in str(problem)
+
+
 def test_equal_content_may_have_different_bytes():
     assert "no_conflicts_possible" not in codes(topology("format: msgpack", more="conflicts: {}"))
     assert "no_conflicts_possible" in codes(topology("format: json", "content: {exclude: []}", "conflicts: {}"))
@@ -88,8 +108,15 @@ def test_what_the_state_of_content_depends_on():
     def identity(source: str, rule: str = "content: {exclude: [at]}", more: str = "") -> str:
         return topology(source, rule, more).state_identity({"c": 1})
 
-    assert '"content":"cbor"' in identity("format: cbor")
+    assert '"content":["cbor"]' in identity("format: cbor")
     assert '"content"' not in identity("format: json")
+    row = identity("format: csv, columns: [id, at], delimiter: tab")
+    assert '"content":["csv","tab","id","at"]' in row
+    assert row != identity("format: csv, columns: [at, id], delimiter: tab")
+    local = "format: avro, schema_id: none, schema: {}.avsc"
+    assert identity(local.format("r")) != identity(local.format("r2"))
+    pinned = "content: {schema: r.avsc}"
+    assert identity(local.format("r"), pinned) == identity(local.format("r2"), pinned)
     one = identity("format: avro", "content: {exclude: [at], schema: r.avsc}")
     assert '"tracking_id":"content: {exclude: [at], schema: ' in one
     assert one != identity("format: avro", "content: {exclude: [at], schema: r2.avsc}")
