@@ -42,6 +42,7 @@ from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
 _LOW_32: Final = (1 << 32) - 1
+_LOW_64: Final = (1 << 64) - 1
 _SIGN_32: Final = 1 << 31
 _SIGN_64: Final = 1 << 63
 _FLOAT: Final = struct.Struct("<f").unpack
@@ -303,9 +304,17 @@ class _Tables:
 
     def _single(self, each: Field, of_value: Field) -> _Scalar | _Nested:
         if each.kind in SCALARS:
-            return _Scalar((SCALARS[each.kind],), _VALUES[each.kind])
+            return _Scalar((SCALARS[each.kind],), _value_of(each.kind, of_value.kind))
         table = self._table(_message_of(each), _message_of(of_value))
         return _Nested((GROUP if each.kind == "group" else SIZED,), table, each.number)
+
+
+def _value_of(kind: str, own: str) -> Callable[[Any], Tree]:
+    """Return a function that decodes a value of the type ``own`` as one of ``kind``. Bits that ``own`` lacks are dropped."""
+    value, own_value = _VALUES[kind], cast("Callable[[Any], int]", _VALUES[own])
+    if kind == own or _FAMILIES.get(own, ("", 0))[0] not in {"varint", "zigzag"}:
+        return value
+    return own_value if own == "sint32" else lambda raw: value(own_value(raw) & _LOW_64)
 
 
 def _has_room(pinned: Field, written: Field) -> bool:

@@ -519,7 +519,7 @@ def is_other_kind(message, lean) -> bool:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_pinned_schema_decides_which_fields_are_content(seed):
     """The values of a type with more fields have the content of the values that lack them."""
-    read_whole = other_kinds = 0
+    read_whole = 0
     for dice, schema in rounds(seed):
         found = pinned_of(dice, schema)
         if found is None:
@@ -535,13 +535,12 @@ def test_a_pinned_schema_decides_which_fields_are_content(seed):
                 with pytest.raises(Unreadable) as unreadable:
                     content(value)
                 assert unreadable.value.code == "schema_unresolvable", said
-                other_kinds += 1
                 continue
             known = lean.FromString(message.SerializeToString())
             known.DiscardUnknownFields()
             assert content(value) == protobuf_content(pinned, (0,), None, ())(known.SerializeToString()), said
             read_whole += 1
-    assert read_whole > 0 < other_kinds
+    assert read_whole > 0
 
 
 WIDER = {
@@ -576,8 +575,7 @@ def test_a_pinned_schema_with_other_types_does_not_make_different_values_equal(s
             said = f"seed {seed}: {schema.text}: {pinned}: {first}: {second}"
             one, again, two = (content(Encoder(dice).message(each)) for each in (first, first, second))
             is_equal = plain(first) == plain(second)
-            if "bool" not in schema.text:  # a true has several encodings, which are different numbers
-                assert one == again, said
-            assert is_equal or one != two, said
+            assert one == again, said
+            assert (one == two) == is_equal, said
             same, other = same + (one == two), other + (one != two)
     assert same > 0 < other

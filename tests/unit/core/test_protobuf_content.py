@@ -333,7 +333,14 @@ def test_values_of_fields_with_another_type_in_the_pinned_schema():
     def read(written, pinned, value):
         return content_of(schema_of(written), value, pinned=schema_of(pinned))
 
-    assert read("bool f = 1;", "int64 f = 1;", "0801") == canonical({1: 1})
+    assert read("bool f = 1;", "int64 f = 1;", "0802") == canonical({1: 1})
+    assert read("int32 f = 1;", "int64 f = 1;", "08ffffffff0f") == canonical({1: -1})  # the high bits do not count
+    assert read("uint32 f = 1;", "int64 f = 1;", "08" + ALL_ONES) == canonical({1: (1 << 32) - 1})
+    assert read("int32 f = 1;", "uint64 f = 1;", "08" + ALL_ONES) == canonical({1: (1 << 64) - 1})
+    assert read("repeated sint32 f = 1;", "repeated sint64 f = 1;", "0a0683808080f001") == canonical({1: [-2]})
+    assert read("map<uint32, bool> f = 1;", "map<int32, E> f = 1;", "0a0908ffffffffff011005") == of_type(
+        {scalar_key(1): {scalar_key(-1): 1}}
+    )
     assert read("int32 f = 1;", "repeated int64 f = 1;", "0801" + "0802") == canonical({1: [1, 2]})
     nested = "message {0} {{ int32 n = 1; {0} m = 2; }} {1}{0} f = 3;"
     found = read(nested.format("N", ""), nested.format("O", "repeated "), "1a06080112020802")

@@ -163,10 +163,10 @@ def read_text(text: str) -> SchemaFile:
 
 @pytest.mark.parametrize(("path", "why"), UNUSABLE)
 def test_an_import_that_cannot_be_used_is_left_out(path, why):
-    text = f'syntax = "proto3"; import "common.proto"; import "{path}"; message N {{ Currency a = 1; {{}} }}'
-    assert read_text(text.format("")).imports == (("common.proto", COMMON),)
+    text = f'syntax = "proto3"; import "common.proto"; import "{path}"; message N {{ Currency a = 1; }}'
+    assert read_text(text).imports == (("common.proto", COMMON),)
     with pytest.raises(SchemaRefused) as refused:
-        read_text(text.format("Other b = 2;"))
+        read_text(text.replace("a = 1;", "a = 1; Other b = 2;"))
     original, _, rest = str(refused.value).partition("; ")
     assert original == (
         "uses a type that it does not define: Other (nor does a file that it both imports and refers to) (line 1)"
