@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
-from pathlib import PurePosixPath
 from typing import Final, NoReturn
 
 from dedup.core.framing import MOST_SCHEMA_CHARS, LinkedSchema, SchemaRefused, SchemaText, in_reference, linked
@@ -198,9 +197,9 @@ def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
     cannot be parsed without the imports that cannot be used.
     """
     text = read_file(name)
-    if PurePosixPath(name).suffix != ".proto":
+    if not name.endswith(".proto"):
         return SchemaFile(name, text)
-    imports = _Imports([*PurePosixPath(name).parents], read_file)
+    imports = _Imports(_directories(name), read_file)
     imports.find(text, ())
     made = SchemaFile(name, text, imports.needed_by(text))
     if imports.unusable:
@@ -212,10 +211,17 @@ def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
     return made
 
 
+def _directories(name: str) -> list[str]:
+    """Return the directories that contain a file, the nearest first, each as the beginning of a file's path."""
+    parts = name.split("/")[:-1]
+    found = ["".join(f"{part}/" for part in parts[:most]) for most in range(len(parts), -1, -1)]
+    return found[:-1] if name.startswith("/") else found
+
+
 class _Imports:
     """The local files that a .proto file imports, directly or not."""
 
-    def __init__(self, roots: list[PurePosixPath], read_file: ReadFile) -> None:
+    def __init__(self, roots: list[str], read_file: ReadFile) -> None:
         self._roots: Final = roots
         self._read_file: Final = read_file
         self._found: Final[dict[str, str]] = {}
@@ -252,11 +258,11 @@ class _Imports:
 
     def _text_of(self, path: str) -> str | None:
         """Return the text of a file, or None if there is no such file."""
-        if path.startswith("/") or ".." in PurePosixPath(path).parts or "\0" in path:
+        if path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise SchemaRefused("has a path that is absolute, or that contains .. or a null character")
         for root in self._roots:
             with suppress(FileNotFoundError, NotADirectoryError):
-                return self._read_file(str(root / path))
+                return self._read_file(root + path)
         return None
 
     def needed_by(self, text: str) -> tuple[tuple[str, str], ...]:

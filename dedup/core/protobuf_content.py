@@ -310,7 +310,7 @@ class _Tables:
 
 
 def _value_of(kind: str, own: str) -> Callable[[Any], Tree]:
-    """Return a function that decodes a value of the type ``own``, without bits that ``own`` lacks, as one of ``kind``."""
+    """Return a function that decodes a value of the type ``own``, without bits that it lacks, as one of ``kind``."""
     value, own_value = _VALUES[kind], cast("Callable[[Any], int]", _VALUES[own])
     if kind == own or _FAMILIES.get(own, ("", 0))[0] not in {"varint", "zigzag"}:
         return value
