@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import PurePosixPath
+from itertools import islice
 from typing import Final, NoReturn
 
-from dedup.core.framing import SchemaRefused, SchemaText, in_reference, linked
+from dedup.core.framing import MOST_SCHEMA_CHARS, LinkedSchema, SchemaRefused, SchemaText, in_reference, linked
 from dedup.core.tracking_id import SchemaFile
 
 MAX_DEPTH: Final = 100
@@ -67,6 +67,8 @@ _TYPES: Final = (
 _KEYS: Final = SCALARS.keys() - {"enum", "double", "float", "bytes"}
 """The types that the keys of a map can have."""
 _REPEATED: Final = 3
+_MOST_FAULTS: Final = 3
+"""The maximum number of unusable imports that an error text names."""
 _WELL_KNOWN_FILES: Final = "google/protobuf/"
 """The directory of the files whose types are known, and which no reference can replace."""
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
@@ -186,39 +188,93 @@ ReadFile = Callable[[str], str]
 
 
 def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
-    """Return a schema file, and the files that it imports if it is a .proto file.
+    """Return a schema file, and the files that it imports if it is a .proto file and needs types of these files.
 
     As protoc does with its option -I, an import is looked for in a directory that contains the importing file: first in
     the file's own directory, then in the directory above, up to the directory of the topology file. An import that is
-    not found is left out, because many imports only define options. Raises OSError or UnicodeDecodeError for a file
-    that cannot be read, and SchemaRefused for a file that imports itself.
+    not found or cannot be used is left out, because many imports only define options. Raises OSError or
+    UnicodeDecodeError for a schema file that cannot be read, and SchemaRefused for one that is not .proto text, or that
+    cannot be parsed without the imports that cannot be used.
     """
     text = read_file(name)
-    if PurePosixPath(name).suffix != ".proto":
+    if not name.endswith(".proto"):
         return SchemaFile(name, text)
-    found: dict[str, str] = {}
-    _find_imports(text, [*PurePosixPath(name).parents], read_file, found, ())
-    return SchemaFile(name, text, tuple(found.items()))
+    imports = _Imports(_directories(name), read_file)
+    imports.find(text, ())
+    made = SchemaFile(name, text, imports.needed_by(text))
+    if imports.unusable:
+        try:
+            parse_proto(LinkedSchema(text, made.imports))
+        except SchemaRefused as refused:
+            faults = (f"the import {path[:64]} could not be used: it {why}" for path, why in imports.unusable.items())
+            raise SchemaRefused("; ".join((str(refused), *islice(faults, _MOST_FAULTS)))) from None
+    return made
 
 
-def _find_imports(
-    text: str, roots: list[PurePosixPath], read_file: ReadFile, found: dict[str, str], importing: tuple[str, ...]
-) -> None:
-    """Add the files that ``text`` imports to ``found``, each after those that it imports itself."""
-    for path in _imports_of(text):
-        if path in importing:
-            raise SchemaRefused(f"imports {path[:64]}, which imports itself, directly or not")
-        if path in found:
-            continue
-        for root in roots:
-            with suppress(FileNotFoundError):
-                inner = read_file(str(root / path))
-                try:
-                    _find_imports(inner, roots, read_file, found, (*importing, path))
-                except SchemaRefused as refused:
-                    raise in_reference(path, refused) from None
-                found[path] = inner
-                break
+def _directories(name: str) -> list[str]:
+    """Return the directories that contain a file, the nearest first, each as the beginning of a file's path."""
+    parts = name.split("/")[:-1]
+    found = ["".join(f"{part}/" for part in parts[:most]) for most in range(len(parts), -1, -1)]
+    return found[:-1] if name.startswith("/") else found
+
+
+class _Imports:
+    """The local files that a .proto file imports, directly or not."""
+
+    def __init__(self, roots: list[str], read_file: ReadFile) -> None:
+        self._roots: Final = roots
+        self._read_file: Final = read_file
+        self._found: Final[dict[str, str]] = {}
+        """The text of each file, after the files that it imports itself."""
+        self._types: Final[dict[str, _Types]] = {}
+        self._by_text: Final[dict[str, _Types]] = {}
+        self.unusable: Final[dict[str, str]] = {}
+        """Maps each file that cannot be used to the reason."""
+
+    def find(self, text: str, importing: tuple[str, ...]) -> None:
+        """Find the files that ``text`` imports. Raises SchemaRefused if the text has no valid tokens."""
+        for path in _imports_of(text):
+            if path in importing:
+                self.unusable[path] = "imports itself, directly or not"
+            if path in self.unusable or path in self._types or path.startswith(_WELL_KNOWN_FILES):
+                continue
+            try:
+                inner = self._text_of(path)
+                if inner is None:
+                    continue
+                if len(importing) > MAX_DEPTH or len(inner) > MOST_SCHEMA_CHARS:
+                    raise SchemaRefused("is too large, or imported by too many files that import each other")
+                self.find(inner, (*importing, path))
+                if path not in self.unusable:
+                    types = self._by_text.get(inner) or _read(inner, self._types).exported
+                    self._types[path] = self._by_text[inner] = types
+                    self._found[path] = inner
+            except SchemaRefused as refused:
+                self.unusable[path] = str(refused)
+            except OSError as error:
+                self.unusable[path] = f"cannot be read: {error.strerror}"
+            except UnicodeDecodeError as error:
+                self.unusable[path] = f"is not UTF-8 at byte {error.start}"
+
+    def _text_of(self, path: str) -> str | None:
+        """Return the text of a file, or None if there is no such file."""
+        if path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            raise SchemaRefused("has a path that is absolute, or that contains .. or a null character")
+        for root in self._roots:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                return self._read_file(root + path)
+        return None
+
+    def needed_by(self, text: str) -> tuple[tuple[str, str], ...]:
+        """Return the name and text of each file with a type whose name is a word of ``text`` or of a needed file."""
+        due, words, needed = [text], set[str](), set[str]()
+        while due:
+            words.update(word for kind, word, _ in _tokens(due.pop().removeprefix("\ufeff")) if kind == "name")
+            for path in self._found.keys() - needed:
+                if any(name.rpartition(".")[2] in words for name in self._types[path]):
+                    needed.add(path)
+                    due.append(self._found[path])
+        return tuple((path, inner) for path, inner in self._found.items() if path in needed)
 
 
 def _imports_of(text: str) -> list[str]:

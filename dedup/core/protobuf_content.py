@@ -1,19 +1,24 @@
 """Reads whole Protobuf values as canonical content, for IDs over the content of values.
 
-Two values have equal content if they are encodings of equal messages. The members of a message are known by the numbers
-of their fields, so renaming a field does not change the content. As in Protobuf's libraries, the last value of a field
-counts, the occurrences of a message merge, and a member of a oneof clears the other members. A field without presence
-is absent if it is zero or empty. A repeated field and a map are absent if they are empty. An enum is its number.
+Two values have equal content if they are encodings of equal messages of one type. The full name of the type is part of
+the content. The members of a message are known by the numbers of their fields, so renaming a field does not change the
+content. As in Protobuf's libraries, the last value of a field counts, the occurrences of a message merge, and a member
+of a oneof clears the other members. A field without presence is absent if it is zero or empty. A repeated field and a
+map are absent if they are empty. An enum is its number.
 
 Unknown fields are part of the content, unless the schema is pinned. A number that the schema does not define stands for
 the list of its values in the order of the encoding, each with the name of its wire type, such as `wire 0`. Source:
 "Encoding" and "Field Presence" of protobuf.dev.
+
+A pinned schema leaves out fields, but must not make values of a field equal that differ. Therefore, its types must have
+room for all values of the payload's schema, which also decides which fields are members of a oneof. A field has
+presence if it has presence in one of the two schemas.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -29,7 +34,7 @@ from dedup.core.content_tree import (
     scalar_key,
     text_key,
 )
-from dedup.core.exact_json import Excluded, excluded
+from dedup.core.exact_json import Excluded, Unreadable, excluded
 from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.proto_schema import SCALARS, Field, Message, message_at, parse_proto
 from dedup.core.protobuf import END, GROUP, SIZED, ProtobufCursor, not_a_message, utf8
@@ -37,6 +42,7 @@ from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
 _LOW_32: Final = (1 << 32) - 1
+_LOW_64: Final = (1 << 64) - 1
 _SIGN_32: Final = 1 << 31
 _SIGN_64: Final = 1 << 63
 _FLOAT: Final = struct.Struct("<f").unpack
@@ -60,7 +66,19 @@ _VALUES: Final[Mapping[str, Callable[[Any], Tree]]] = {
     "string": utf8,
 }
 """Maps each scalar type to a function that decodes what `ProtobufCursor.field` returns (numbers as in protobuf.py)."""
+_FAMILIES: Final[Mapping[str, tuple[str, int]]] = {
+    "bool": ("varint", 1),
+    **dict.fromkeys(("enum", "int32", "uint32"), ("varint", 32)),
+    **dict.fromkeys(("int64", "uint64"), ("varint", 64)),
+    "sint32": ("zigzag", 32),
+    "sint64": ("zigzag", 64),
+    **dict.fromkeys(("fixed32", "sfixed32"), ("fixed32", 32)),
+    **dict.fromkeys(("fixed64", "sfixed64"), ("fixed64", 64)),
+    **dict.fromkeys(("string", "bytes"), ("bytes", 0)),
+}
+"""Maps types to how they are encoded, and to the number of bits. The types of one encoding can replace each other."""
 _WIRE_TYPES: Final = tuple(f"wire {wire}" for wire in range(6))
+_ANY_WIRE: Final = tuple(wire for wire in range(6) if wire != END)
 _KEY: Final = scalar_key(1)
 _VALUE: Final = scalar_key(2)
 """The keys of the members of a map's entry."""
@@ -160,11 +178,26 @@ class _Map:
 
 
 @dataclass(frozen=True, slots=True)
+class _Other:
+    """The type of a member of a oneof that the pinned schema has without this member."""
+
+    wires: tuple[int, ...]
+    name: str
+    number: int
+
+    def read(self, cursor: _ContentCursor, wire: int, end: int, _depth: int, _before: object) -> Tree:
+        """Return a mark in place of the value, because a later member of the oneof can still clear it."""
+        cursor.field(self.number, wire, end)
+        cursor.has_others = True
+        return cast("Tree", self)
+
+
+@dataclass(frozen=True, slots=True)
 class _Member:
     """A field of a message."""
 
     key: bytes
-    type: _Scalar | _Nested | _List | _Map
+    type: _Scalar | _Nested | _List | _Map | _Other
     is_kept: bool
     """Says whether the field is present if its value is zero or empty."""
     oneof: str
@@ -178,6 +211,8 @@ class _ContentCursor(ProtobufCursor):
     def __init__(self, value: bytes, *, keeps_unknown: bool) -> None:
         super().__init__(value)
         self._keeps_unknown: Final = keeps_unknown
+        self.has_others = False
+        """Says whether the value has a member whose type is `_Other`, even if a later member has cleared it."""
 
     def walk(self, table: _Table, found: _Members, end: int, depth: int, group: int = 0) -> None:
         """Add the fields of a message to ``found``. The message ends at ``end`` or with the tag of its group's end."""
@@ -206,47 +241,100 @@ class _ContentCursor(ProtobufCursor):
                 found.pop(member.key, None)
 
 
+_Pair = tuple[Message, Message]
+"""A message type with which values are read, and the one of their own schema. Without a pinned schema, both are one."""
+
+
 class _Tables:
     """Makes the table of a message type, and those of the types that it contains, which may include itself."""
 
     def __init__(self) -> None:
-        self._made: Final[dict[Message, _Table]] = {}
-        self._due: Final[list[Message]] = []
+        self._made: Final[dict[_Pair, _Table]] = {}
+        self._due: Final[list[_Pair]] = []
 
-    def of(self, root: Message) -> _Table:
-        """Return the table of a message type. Raises SchemaRefused if a type is not known."""
-        found = self._table(root)
+    def of(self, root: Message, written: Message) -> _Table:
+        """Return the table of a message type, given the type of the values' own schema.
+
+        Raises SchemaRefused if a type is not known, or if it has no room for all values of a field.
+        """
+        found = self._table(root, written)
         while self._due:
-            message = self._due.pop()
-            for name, each in message.fields.items():
-                self._made[message][each.number] = self._member(f"{message.name}.{name}", each)
+            pair = self._due.pop()
+            self._made[pair].update(self._members(*pair))
         return found
 
-    def _table(self, message: Message) -> _Table:
-        """Return a table that is filled later, so that a long chain of types needs no deep recursion."""
-        if message not in self._made:
-            self._made[message] = {}
-            self._due.append(message)
-        return self._made[message]
+    def _members(self, message: Message, written: Message) -> Iterator[tuple[int, _Member]]:
+        own = {each.number: (name, each) for name, each in written.fields.items()}
+        for name, each in message.fields.items():
+            written_name, of_value = own.pop(each.number, (name, each))
+            if each is not of_value and not _has_room(each, of_value):
+                said = f"has the field {f'{written.name}.{written_name}'[:64]} of type {_type_text(of_value)}"
+                raise SchemaRefused(f"{said}, which the pinned schema reads as {_type_text(each)}")
+            yield each.number, self._member(f"{message.name}.{name}", each, of_value)
+        kept = {each.oneof for each in written.fields.values() if each.number not in own}
+        for name, each in own.values():
+            if each.oneof and each.oneof in kept:
+                other = _Other(_ANY_WIRE, f"{written.name}.{name}", each.number)
+                yield each.number, _Member(scalar_key(each.number), other, is_kept=True, oneof=each.oneof)
 
-    def _member(self, name: str, each: Field) -> _Member:
+    def _table(self, message: Message, written: Message) -> _Table:
+        """Return a table that is filled later, so that a long chain of types needs no deep recursion."""
+        pair = message, written
+        if pair not in self._made:
+            self._made[pair] = {}
+            self._due.append(pair)
+        return self._made[pair]
+
+    def _member(self, name: str, each: Field, of_value: Field) -> _Member:
         key, item = scalar_key(each.number), each.item
         if each.kind not in {"map", "repeated"}:
-            return _Member(key, self._single(each), each.has_presence, each.oneof)
+            is_kept = each.has_presence or of_value.has_presence
+            return _Member(key, self._single(each, of_value), is_kept, of_value.oneof)
         if item is None:
             raise SchemaRefused(f"has a map with a type that it does not define: {name[:64]}")
+        own = of_value.item if of_value.kind == each.kind else of_value
         if each.kind == "repeated":
-            element = self._single(item)
+            element = self._single(item, own or item)
             packed = {SIZED} - set(element.wires) if isinstance(element, _Scalar) else ()
-            return _Member(key, _List((*element.wires, *packed), element), is_kept=False, oneof="")
+            return _Member(key, _List((*element.wires, *packed), element), is_kept=False, oneof=of_value.oneof)
         entry = _message_of(item)
         zeros = map(_zero, entry.fields.values())
-        return _Member(key, _Map((SIZED,), self._table(entry), *zeros), is_kept=False, oneof="")
+        table = self._table(entry, _message_of(own or item))
+        return _Member(key, _Map((SIZED,), table, *zeros), is_kept=False, oneof="")
 
-    def _single(self, each: Field) -> _Scalar | _Nested:
+    def _single(self, each: Field, of_value: Field) -> _Scalar | _Nested:
         if each.kind in SCALARS:
-            return _Scalar((SCALARS[each.kind],), _VALUES[each.kind])
-        return _Nested((GROUP if each.kind == "group" else SIZED,), self._table(_message_of(each)), each.number)
+            return _Scalar((SCALARS[each.kind],), _value_of(each.kind, of_value.kind))
+        table = self._table(_message_of(each), _message_of(of_value))
+        return _Nested((GROUP if each.kind == "group" else SIZED,), table, each.number)
+
+
+def _value_of(kind: str, own: str) -> Callable[[Any], Tree]:
+    """Return a function that decodes a value of the type ``own``, without bits that it lacks, as one of ``kind``."""
+    value, own_value = _VALUES[kind], cast("Callable[[Any], int]", _VALUES[own])
+    if kind == own or _FAMILIES.get(own, ("", 0))[0] not in {"varint", "zigzag"}:
+        return value
+    return own_value if own == "sint32" else lambda raw: value(own_value(raw) & _LOW_64)
+
+
+def _has_room(pinned: Field, written: Field) -> bool:
+    """Return whether different values of a field stay different if they are read with the field of a pinned schema."""
+    if pinned.kind == "repeated":
+        one = written.item if written.kind == "repeated" else written
+        return one is not None and pinned.item is not None and _has_room(pinned.item, one)
+    if pinned.kind == written.kind == "map":
+        fields = [_message_of(each.item).fields.values() for each in (pinned, written) if each.item is not None]
+        return len(fields) > 1 and all(map(_has_room, *fields))
+    (most, most_bits), (family, bits) = (_FAMILIES.get(each.kind, (each.kind, 0)) for each in (pinned, written))
+    return family == most and bits <= most_bits
+
+
+def _type_text(each: Field) -> str:
+    """Return a field's type for an error text."""
+    if each.kind == "map":
+        types = ["?"] if each.item is None else map(_type_text, _message_of(each.item).fields.values())
+        return f"map<{', '.join(types)}>"
+    return f"repeated {_type_text(each.item)}" if each.kind == "repeated" and each.item is not None else each.kind
 
 
 def _message_of(each: Field) -> Message:
@@ -285,6 +373,14 @@ def _without_in(each: Field, exclude: Excluded) -> Without:
     return found
 
 
+def has_member(message: Message, path: Path) -> bool:
+    """Return whether messages of a type can have something at an excluded path, so that it can be left out."""
+    below: Without | None = _without(message, excluded((path,)))
+    while below:
+        (below,) = below.values()
+    return below is None
+
+
 def _leave_out(tree: Tree, without: Without) -> None:
     """Remove members, elements, and entries. A repeated field or a map that becomes empty is absent, like any other."""
     steps: list[Any] = []
@@ -300,6 +396,15 @@ def _leave_out(tree: Tree, without: Without) -> None:
             if inner or isinstance(inner, _Members) or not isinstance(inner, dict | list):
                 continue
         del found[step]
+
+
+def _refuse_others(tree: Tree | _Other) -> None:
+    """Raise Unreadable if a value is of a kind that the pinned schema does not have."""
+    if isinstance(tree, _Other):
+        said = f"{tree.name[:64]} is set, a member of a oneof that the pinned schema has without this member"
+        raise Unreadable("schema_unresolvable", f"the value's schema cannot be read as the pinned schema: {said}")
+    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        _refuse_others(each)
 
 
 def _pinned(written: Message, pinned: SchemaText) -> Message:
@@ -325,12 +430,13 @@ def protobuf_content(
     ``schema`` and ``indexes`` name the message type of the payload. ``pinned`` is .proto text: if it is given, the
     message type with the same full name in this text replaces the payload's own, and unknown fields are not part of the
     content. The function raises Unreadable if the payload is not one message of the type, even if only an excluded
-    member is damaged. Raises SchemaRefused if a schema is invalid or lacks the type.
+    member is damaged, or if a oneof has a member that the pinned schema lacks, though it has another member of this
+    oneof: the payload is another kind of event. Raises SchemaRefused if a schema is invalid or lacks the type, or if
+    the pinned schema has a field whose type has no room for all values of the payload's schema.
     """
-    message = message_at(parse_proto(schema), indexes)
-    if pinned is not None:
-        message = _pinned(message, pinned)
-    table, without = _Tables().of(message), _without(message, excluded(exclude))
+    written = message_at(parse_proto(schema), indexes)
+    message = written if pinned is None else _pinned(written, pinned)
+    table, without = _Tables().of(message, written), _without(message, excluded(exclude))
 
     def content(payload: bytes) -> bytes:
         cursor, members = _ContentCursor(payload, keeps_unknown=pinned is None), _Members()
@@ -339,6 +445,8 @@ def protobuf_content(
         except Damaged as damage:
             raise not_a_message(payload, damage) from None
         _leave_out(members, without)
-        return encode_content(members, {})
+        if cursor.has_others:
+            _refuse_others(members)
+        return encode_content(TypedValue(message.name, members), {})
 
     return content

@@ -485,24 +485,97 @@ def clear(message, path) -> None:
         clear(inner[rest[0]], rest[1:])
 
 
+def pinned_of(dice: random.Random, schema: Schema) -> tuple[str, type] | None:
+    """Return a schema with fewer fields, and the type of its messages."""
+    lines = schema.text.splitlines()
+    kept = [line for line in lines if not line.startswith(("optional", "repeated", "map", "M", "google"))]
+    pinned = "\n".join(line for line in lines if line in kept or dice.random() < 0.6)
+    try:
+        return pinned, compiled(pinned, "M1")
+    except ValueError:  # a oneof has lost all its members
+        return None
+
+
+def is_other_kind(message, lean) -> bool:
+    """Return whether a oneof has a member that the type of the same name in the pinned schema lacks."""
+    for oneof in message.DESCRIPTOR.oneofs:
+        known = [field.number in lean.fields_by_number for field in oneof.fields]
+        chosen = message.WhichOneof(oneof.name)
+        if chosen and any(known) and message.DESCRIPTOR.fields_by_name[chosen].number not in lean.fields_by_number:
+            return True
+    for field, value in message.ListFields():
+        inner_type = getattr(lean.fields_by_number.get(field.number), "message_type", None)
+        if inner_type is None:
+            continue
+        if is_map(field):
+            inner_type = inner_type.fields_by_name["value"].message_type
+        values = value.values() if is_map(field) else value if field.is_repeated else [value]
+        if inner_type is not None and any(is_other_kind(each, inner_type) for each in values):
+            return True
+    return False
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_pinned_schema_decides_which_fields_are_content(seed):
     """The values of a type with more fields have the content of the values that lack them."""
+    read_whole = 0
     for dice, schema in rounds(seed):
-        lines = schema.text.splitlines()
-        kept = [line for line in lines if not line.startswith(("optional", "repeated", "map", "M", "google"))]
-        pinned = "\n".join(line for line in lines if line in kept or dice.random() < 0.6)
-        try:
-            lean = compiled(pinned, "M1")
-        except ValueError:  # a oneof has lost all its members
+        found = pinned_of(dice, schema)
+        if found is None:
             continue
+        pinned, lean = found
         content = protobuf_content(schema.text, (0,), pinned, ())
         for _ in range(OF_A_SCHEMA // 4):
             message = schema.type()
             fill(dice, message)
             value = Encoder(dice).message(message, unknown_fields(dice))
-            known = lean.FromString(value)
-            known.DiscardUnknownFields()
             said = f"seed {seed}: {schema.text}: {pinned}: {value.hex()}"
+            if is_other_kind(message, lean.DESCRIPTOR):
+                with pytest.raises(Unreadable) as unreadable:
+                    content(value)
+                assert unreadable.value.code == "schema_unresolvable", said
+                continue
+            known = lean.FromString(message.SerializeToString())
+            known.DiscardUnknownFields()
             assert content(value) == protobuf_content(pinned, (0,), None, ())(known.SerializeToString()), said
+            read_whole += 1
+    assert read_whole > 0
+
+
+WIDER = {
+    "bool": ("uint32", "int64"),
+    "int32": ("int64", "uint32", "E"),
+    "E": ("int32", "uint64"),
+    "uint32": ("int32", "uint64"),
+    "sint32": ("sint64",),
+    "fixed32": ("sfixed32",),
+    "sfixed64": ("fixed64",),
+    "string": ("bytes",),
+}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_pinned_schema_with_other_types_does_not_make_different_values_equal(seed):
+    same = other = 0
+    for dice, schema in rounds(seed):
+        singular = re.compile(r"^(?:optional )?(\w+) (?=f\d+ = )", re.MULTILINE)
+        pinned = singular.sub(
+            lambda found, dice=dice: (
+                f"{found[0][: found.start(1) - found.start()]}{dice.choice(WIDER.get(found[1], (found[1],)))} "
+            ),
+            schema.text,
+        )
+        content = protobuf_content(schema.text, (0,), pinned, ())
+        for _ in range(OF_A_SCHEMA // 4):
+            first = schema.type()
+            fill(dice, first)
+            second = changed(dice, first)
+            said = f"seed {seed}: {schema.text}: {pinned}: {first}: {second}"
+            one, again, two = (content(Encoder(dice).message(each)) for each in (first, first, second))
+            is_equal = plain(first) == plain(second)
+            assert one == again, said
+            assert (one == two) == is_equal, said
+            same, other = same + (one == two), other + (one != two)
+    assert same > 0 < other

@@ -11,8 +11,8 @@ from dedup.core.content_tree import MAX_DEPTH, TypedValue, encode_content, scala
 from dedup.core.exact_json import Unreadable
 from dedup.core.framing import LinkedSchema, SchemaRefused
 from dedup.core.proto_schema import MAX_DEPTH as MAX_GROUPS
-from dedup.core.proto_schema import SCALARS
-from dedup.core.protobuf_content import _VALUES, protobuf_content
+from dedup.core.proto_schema import SCALARS, parse_proto
+from dedup.core.protobuf_content import _VALUES, has_member, protobuf_content
 from dedup.core.tracking_id import parse_path
 from tests.protoc import compiled
 
@@ -35,8 +35,13 @@ def object_of(members):
     return {scalar_key(number): object_of(each) if isinstance(each, dict) else each for number, each in members.items()}
 
 
-def canonical(members):
-    return encode_content(object_of(members), {})
+def canonical(members, name="R"):
+    return of_type(object_of(members), name)
+
+
+def of_type(tree, name="R"):
+    """Return the content of a message, given its tree and the name of its type."""
+    return encode_content(TypedValue(name, tree), {})
 
 
 def leb(number):
@@ -169,7 +174,7 @@ def test_maps(types, value, expected):
     schema = schema_of(f"map<{types}> f = 1;")
     compiled(schema, "R").FromString(bytes.fromhex(value))
     entries = None if expected is None else {scalar_key(key): each for key, each in expected.items()}
-    assert content_of(schema, value) == encode_content({} if entries is None else {scalar_key(1): entries}, {})
+    assert content_of(schema, value) == of_type({} if entries is None else {scalar_key(1): entries})
 
 
 def test_groups_and_proto2():
@@ -212,7 +217,7 @@ def test_unknown_fields_of_a_maps_entry_are_content():
     schema = schema_of("map<string, M> m = 2;")
     entry = "12090a016112022805" + "1807"
     entries = {text_key("a"): TypedValue("entry", [object_of({5: 5}), object_of({3: [TypedValue("wire 0", 7)]})])}
-    assert content_of(schema, entry) == encode_content({scalar_key(2): entries}, {})
+    assert content_of(schema, entry) == of_type({scalar_key(2): entries})
     assert content_of(schema, entry, pinned=schema) == content_of(schema, "12070a016112022805")
     assert content_of(schema, entry, exclude=["m.a"]) == canonical({})
     assert content_of(schema, entry, exclude=["m.a.n"]) == content_of(schema, entry)
@@ -226,13 +231,165 @@ PINNED = 'syntax = "proto3"; package a; message Z {} message X { int32 other = 7
 
 def test_a_pinned_schema_has_the_message_of_the_same_name():
     value = "0a0161" + "1005" + "1a021001"
-    assert content_of(WRITTEN, value, indexes=(0, 0), pinned=PINNED) == canonical({1: "a"})
-    assert content_of(WRITTEN, value, indexes=(0, 0)) == canonical({1: "a", 2: 5, 3: {2: True}})
-    assert content_of(WRITTEN, "1001", pinned=PINNED) == content_of(WRITTEN, "", pinned=PINNED) == canonical({})
+    assert content_of(WRITTEN, value, indexes=(0, 0), pinned=PINNED) == canonical({1: "a"}, "a.X.Y")
+    assert content_of(WRITTEN, value, indexes=(0, 0)) == canonical({1: "a", 2: 5, 3: {2: True}}, "a.X.Y")
+    without_fields = canonical({}, "a.X")
+    assert content_of(WRITTEN, "1001", pinned=PINNED) == content_of(WRITTEN, "", pinned=PINNED) == without_fields
     linked = LinkedSchema('import "x.proto"; message B {} message A { optional a.X x = 1; }', (("x.proto", WRITTEN),))
-    assert content_of(linked, "0a021001", indexes=(1,)) == canonical({1: {2: True}})
+    assert content_of(linked, "0a021001", indexes=(1,)) == canonical({1: {2: True}}, "A")
     with pytest.raises(Unreadable, match="field 1 has another wire type than in the schema"):
         content_of(WRITTEN, "0801", indexes=(0, 0), pinned=PINNED)
+
+
+def test_the_type_is_content():
+    schema = 'syntax = "proto3"; package shop; message Placed { int64 id = 1; } message Cancelled { int64 id = 1; }'
+    assert content_of(schema, "0807") == canonical({1: 7}, "shop.Placed")
+    for pinned in (None, schema):
+        contents = {content_of(schema, "0807", indexes=(at,), pinned=pinned) for at in (0, 1)}
+        assert contents == {canonical({1: 7}, f"shop.{name}") for name in ("Placed", "Cancelled")}
+
+
+KINDS_OF_ONE_ENCODING = (
+    (("bool",), ("enum", "int32", "uint32"), ("int64", "uint64")),
+    (("sint32",), ("sint64",)),
+    (("fixed32", "sfixed32"),),
+    (("fixed64", "sfixed64"),),
+    (("float",),),
+    (("double",),),
+    (("string", "bytes"),),
+)
+PLACES = {kind: (at, rank) for at, ranks in enumerate(KINDS_OF_ONE_ENCODING) for rank, kinds in enumerate(ranks) for kind in kinds}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrap", ["{} f = 1;", "repeated {} f = 1;", "map<string, {}> f = 1;", "oneof o {{ {} f = 1; }}"]
+)
+def test_a_pinned_type_has_room_for_all_values(wrap):
+    assert PLACES.keys() == SCALARS.keys()
+    for written in SCALARS:
+        for read in SCALARS:
+            old, new = (schema_of(wrap.format("E" if each == "enum" else each)) for each in (written, read))
+            (encoding, rank), (other, room) = PLACES[written], PLACES[read]
+            if encoding == other and rank <= room:
+                assert content_of(old, "", pinned=new) == canonical({})
+                continue
+            with pytest.raises(SchemaRefused) as refused:
+                content_of(old, "", pinned=new)
+            types = [wrap.partition(" f")[0].removeprefix("oneof o {{ ").format(each) for each in (written, read)]
+            assert (
+                str(refused.value)
+                == f"has the field R.f of type {types[0]}, which the pinned schema reads as {types[1]}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("written", "pinned", "said"),
+    [
+        ("int32 f = 1;", "repeated int64 f = 1;", ""),
+        ("M f = 1;", "repeated M f = 1;", ""),
+        ("map<int32, M> f = 1;", "map<int64, M> g = 1;", ""),
+        ("repeated int32 f = 1;", "int32 f = 1;", "R.f of type repeated int32, which the pinned schema reads as int32"),
+        ("int64 f = 1;", "repeated int32 f = 1;", "R.f of type int64, which the pinned schema reads as repeated int32"),
+        ("map<int64, M> f = 1;", "map<int32, M> g = 1;",
+         "R.f of type map<int64, message>, which the pinned schema reads as map<int32, message>"),
+        ("map<int32, M> f = 1;", "repeated M f = 1;",
+         "R.f of type map<int32, message>, which the pinned schema reads as repeated message"),
+        ("repeated M f = 1;", "map<int32, M> f = 1;",
+         "R.f of type repeated message, which the pinned schema reads as map<int32, message>"),
+        ("M f = 1;", "bytes f = 1;", "R.f of type message, which the pinned schema reads as bytes"),
+        ("string f = 1;", "M f = 1;", "R.f of type string, which the pinned schema reads as message"),
+        ("map<int32, Gone> f = 1;", "map<int32, M> f = 1;",
+         "R.f of type map<?>, which the pinned schema reads as map<int32, message>"),
+        ("message N { int64 n = 1; } N f = 1;", "message O { int32 n = 1; } O f = 1;",
+         "R.N.n of type int64, which the pinned schema reads as int32"),
+        ("message N { N n = 1; bytes b = 2; } map<bool, N> f = 1;", "message O { O n = 1; bool b = 2; } map<bool, O> f = 1;",
+         "R.N.b of type bytes, which the pinned schema reads as bool"),
+        ("message N { N n = 1; bytes b = 2; } N f = 1;", "message O { repeated O n = 1; } message P { bool b = 2; } P f = 1;",
+         "R.N.b of type bytes, which the pinned schema reads as bool"),
+    ],
+)  # fmt: skip
+def test_a_pinned_schema_loses_no_difference_of_the_values_of_a_field(written, pinned, said):
+    if not said:
+        assert content_of(schema_of(written), "", pinned=schema_of(pinned)) == canonical({})
+        return
+    with pytest.raises(SchemaRefused) as refused:
+        content_of(schema_of(written), "", pinned=schema_of(pinned))
+    assert str(refused.value) == f"has the field {said}"
+
+
+def test_a_group_is_no_message_of_a_pinned_schema():
+    group = schema_of("optional group F = 1 { optional int32 n = 1; }", syntax="proto2")
+    message = schema_of("message F { optional int32 n = 1; } optional F f = 1;", syntax="proto2")
+    assert content_of(group, "0b08010c", pinned=group + " ") == canonical({1: {1: 1}})
+    assert content_of(group, "0b08010c", pinned=group.replace("optional group", "repeated group")) == canonical(
+        {1: [object_of({1: 1})]}
+    )
+    for one, other, types in ((group, message, ("group", "message")), (message, group, ("message", "group"))):
+        with pytest.raises(SchemaRefused, match=f"R.f of type {types[0]}, which the pinned schema reads as {types[1]}"):
+            content_of(one, "", pinned=other)
+
+
+def test_values_of_fields_with_another_type_in_the_pinned_schema():
+    def read(written, pinned, value):
+        return content_of(schema_of(written), value, pinned=schema_of(pinned))
+
+    assert read("bool f = 1;", "int64 f = 1;", "0802") == canonical({1: 1})
+    assert read("int32 f = 1;", "int64 f = 1;", "08ffffffff0f") == canonical({1: -1})  # the high bits do not count
+    assert read("uint32 f = 1;", "int64 f = 1;", "08" + ALL_ONES) == canonical({1: (1 << 32) - 1})
+    assert read("int32 f = 1;", "uint64 f = 1;", "08" + ALL_ONES) == canonical({1: (1 << 64) - 1})
+    assert read("repeated sint32 f = 1;", "repeated sint64 f = 1;", "0a0683808080f001") == canonical({1: [-2]})
+    assert read("map<uint32, bool> f = 1;", "map<int32, E> f = 1;", "0a0908ffffffffff011005") == of_type(
+        {scalar_key(1): {scalar_key(-1): 1}}
+    )
+    assert read("int32 f = 1;", "repeated int64 f = 1;", "0801" + "0802") == canonical({1: [1, 2]})
+    nested = "message {0} {{ int32 n = 1; {0} m = 2; }} {1}{0} f = 3;"
+    found = read(nested.format("N", ""), nested.format("O", "repeated "), "1a06080112020802")
+    assert found == canonical({3: [object_of({1: 1, 2: {1: 2}})]})
+
+
+def test_a_field_has_presence_if_it_has_presence_in_one_of_two_schemas():
+    for written, pinned in (("optional int32 f = 1;", "int32 f = 1;"), ("int32 f = 1;", "optional int32 f = 1;")):
+        assert content_of(schema_of(written), "0800", pinned=schema_of(pinned)) == canonical({1: 0})
+    old, new = schema_of("int32 f = 1; int32 g = 2;"), schema_of("oneof o { int32 f = 1; int32 g = 2; }")
+    assert content_of(new, "0800", pinned=old) == canonical({1: 0})
+    assert content_of(new, "1000", pinned=old) == canonical({2: 0})
+    assert content_of(new, "0801" + "1001", pinned=old) == canonical({2: 1})
+    assert content_of(old, "0801" + "1001", pinned=new) == canonical({1: 1, 2: 1})
+
+
+EVENTS = "oneof kind {{ int32 placed = 1; {} }} oneof other {{ int32 gone = 7; }} R r = 4; map<string, R> by = 5;"
+NEW_EVENTS = schema_of(EVENTS.format("int32 paid = 2; M refunded = 3;"))
+OLD_EVENTS = schema_of(EVENTS.format("int32 paid = 2;").replace("oneof other { int32 gone = 7; }", ""))
+
+
+@pytest.mark.parametrize("value", ["1a022805", "0801" + "1a00", "22021a00", "2a061202" + "1a00" + "0a00"])
+def test_a_kind_of_event_that_the_pinned_schema_lacks_is_unreadable(value):
+    with pytest.raises(Unreadable) as unreadable:
+        content_of(NEW_EVENTS, value, pinned=OLD_EVENTS)
+    assert unreadable.value.code == "schema_unresolvable"
+    assert str(unreadable.value) == (
+        "the value's schema cannot be read as the pinned schema: R.refunded is set, a member of a oneof that the pinned "
+        "schema has without this member"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1a00" + "0805", {1: 5}),  # the last member counts
+        ("22021a00" + "22020800", {4: {1: 0}}),
+        ("0801" + "1a00" + "1000", {2: 0}),
+        ("3805", {}),  # the pinned schema does not have this oneof at all
+    ],
+)
+def test_a_oneof_of_which_the_pinned_schema_lacks_members(value, expected):
+    assert content_of(NEW_EVENTS, value, pinned=OLD_EVENTS) == canonical(expected)
+
+
+def test_an_excluded_message_may_be_of_any_kind():
+    assert content_of(NEW_EVENTS, "0801" + "22021a00", pinned=OLD_EVENTS, exclude=["r"]) == canonical({1: 1})
+    with pytest.raises(Unreadable, match="it ends inside a field of 2 bytes"):
+        content_of(NEW_EVENTS, "1a02", pinned=OLD_EVENTS)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +413,7 @@ def test_schemas_that_are_refused(schema, indexes, pinned, said):
 
 def test_a_map_of_an_unknown_type_elsewhere_does_not_matter():
     assert content_of("message A { optional int32 n = 1; } message B { map<int32, N> m = 1; }", "0801") == canonical(
-        {1: 1}
+        {1: 1}, "A"
     )
 
 
@@ -289,7 +446,30 @@ def test_excluded_members(exclude, value, expected):
     found = content_of(schema_of(*FIELDS), value, exclude=exclude)
     entries = {number: each for number, each in expected.items() if number in {4, 5}}
     members = object_of({number: each for number, each in expected.items() if number not in entries})
-    assert found == encode_content(members | {scalar_key(number): each for number, each in entries.items()}, {})
+    assert found == of_type(members | {scalar_key(number): each for number, each in entries.items()})
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("f", True), ("m", True), ("m.s", True), ("m.m.m.s", True), ("all", True), ("all[0]", True), ("all[9].n", True),
+        ("by", True), ("by.a", True), ("by.a.n", True), ("by.a.all[0].by.b", True), ("at", True), ("many[0].k", True),
+        ("one", True), ("one.n", True), ("odd", True),
+        ("nothing", False), ("f.n", False), ("f[0]", False), ("m.nothing", False), ("m[0]", False), ("all.n", False),
+        ("all[0].nothing", False), ("by[0]", False), ("by.a.nothing", False), ("at.x", False), ("at[1]", False),
+        ("[0]", False), ("one.k", False), ("One", False), ("many.k", False), ("odd.x", False), ("all[0][0]", False),
+    ],
+)  # fmt: skip
+def test_whether_a_path_leads_to_something_that_can_be_left_out(path, expected):
+    schema = (
+        'syntax = "proto2"; message R { optional int32 f = 1; optional M m = 2; repeated M all = 3; map<string, M> by = 4; '
+        "map<int32, M> at = 5; optional group One = 6 { optional int32 n = 1; } map<string, Gone> odd = 8; "
+        "repeated group Many = 7 { optional int32 k = 1; } } "
+        "message M { optional M m = 1; optional string s = 2; repeated M all = 3; map<string, M> by = 4; optional int32 n = 5; }"
+    )
+    message, other = parse_proto(schema).nested
+    assert has_member(message, parse_path(path)) is expected
+    assert not has_member(other, ("f", *parse_path(path)))
 
 
 def test_groups_are_excluded_by_their_names():
@@ -396,7 +576,7 @@ def test_a_chain_of_many_types_is_read():
     """No type is nested, but each is the type of a field of the one before it."""
     types = 5_000
     text = "".join(f"message M{at} {{ M{at + 1} m = 1; }}" for at in range(types)) + f"message M{types} {{}}"
-    assert content_of(f'syntax = "proto3"; {text}', "0a020a00") == canonical({1: {1: {}}})
+    assert content_of(f'syntax = "proto3"; {text}', "0a020a00") == canonical({1: {1: {}}}, "M0")
 
 
 def operations(content, value):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dedup.core.formats import text_of
+from dedup.core.framing import MOST_SCHEMA_CHARS, SchemaRefused
+from dedup.core.proto_schema import parse_proto, read_schema
 from dedup.core.tracking_id import ContentRule, FirstOfRule, KeyRule, SchemaFile
 from dedup.errors import TopologyError
 from dedup.topology.lint import lint, schema_findings
@@ -22,13 +24,34 @@ FILES = {
     "protos/shop/money.proto": MONEY,
     "common.proto": COMMON,
     "circle.proto": 'import "circle.proto"; message M { int32 a = 1; }',
-    "around.proto": 'import "circle.proto"; message N { int32 a = 1; }',
-    "broken.proto": 'import "not.proto"; message N { Other a = 1; }',
+    "this.proto": 'import "that.proto"; message This { int32 a = 1; }',
+    "that.proto": 'import "this.proto"; message That { int32 a = 1; }',
     "not.proto": "message {",
+    "text.proto": "# no tokens",
+    "needs.proto": 'import "not.proto"; message Needs { Gone a = 1; }',
+    "edition.proto": 'edition = "2023"; message Other { int32 a = 1; }',
+    "buf/validate/validate.proto": 'syntax = "proto3"; package buf.validate; import "google/protobuf/descriptor.proto"; '
+    "extend google.protobuf.FieldOptions { FieldRules field = 1159; } "
+    "message FieldRules { google.protobuf.FieldDescriptorProto.Type type = 1; }",
+    "long.proto": f"message Long {{}} // {'x' * MOST_SCHEMA_CHARS}",
+    "half.proto": f"message Half {{}} // {'x' * (MOST_SCHEMA_CHARS // 2)}",
+    "other_half.proto": f"message OtherHalf {{}} // {'x' * (MOST_SCHEMA_CHARS // 2)}",
+    "google/protobuf/timestamp.proto": "package google.protobuf; message Timestamp { string s = 1; }",
+    **{f"chain{at}.proto": f'import "chain{at + 1}.proto"; message Link{at} {{}}' for at in range(2000)},
 }
 
 
 def read(name: str) -> str:
+    match name:
+        case "directory.proto" | "protos/directory.proto":
+            raise IsADirectoryError(21, "Is a directory")
+        case "latin.proto":
+            return b"\xe9".decode()
+        case "common.proto/inner.proto":
+            raise NotADirectoryError(20, "Not a directory")
+    assert ".." not in name
+    assert not name.startswith("/")
+    assert "\0" not in name
     if name not in FILES:
         raise FileNotFoundError(2, "No such file or directory")
     return FILES[name]
@@ -147,17 +170,93 @@ def test_a_proto_file_is_read_with_its_imports():
     assert text_of(made.source.schema).references == made.source.schema.imports
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("circle.proto", "refers to circle.proto, which imports circle.proto, which imports itself, directly or not"),
-        ("around.proto", "refers to circle.proto, which imports circle.proto, which imports itself, directly or not"),
-        ("broken.proto", "refers to not.proto, which is not .proto text"),
-    ],
-)
-def test_an_import_that_cannot_be_used_has_its_place(name, said):
+UNUSABLE = [
+    ("circle.proto", "imports itself, directly or not"),
+    ("not.proto", "is not .proto text: a name is missing (line 1)"),
+    ("text.proto", "is not .proto text (line 1)"),
+    ("edition.proto", "has an edition, and only proto2 and proto3 are supported (line 1)"),
+    ("buf/validate/validate.proto", "uses a type that it does not define: google.protobuf.FieldDescriptorProto.Type"),
+    ("directory.proto", "cannot be read: Is a directory"),
+    ("latin.proto", "is not UTF-8 at byte 0"),
+    ("long.proto", "is too large, or imported by too many files that import each other"),
+    *((path, "has a path that is absolute, or that contains .. or a null character")
+      for path in ("/etc/shadow", "../a.proto", "a/../../b.proto", "a\0b")),
+]  # fmt: skip
+
+
+def read_text(text: str) -> SchemaFile:
+    return read_schema("main.proto", lambda name: text if name == "main.proto" else read(name))
+
+
+@pytest.mark.parametrize(("path", "why"), UNUSABLE)
+def test_an_import_that_cannot_be_used_is_left_out(path, why):
+    text = f'syntax = "proto3"; import "common.proto"; import "{path}"; message N {{ Currency a = 1; }}'
+    assert read_text(text).imports == (("common.proto", COMMON),)
+    with pytest.raises(SchemaRefused) as refused:
+        read_text(text.replace("a = 1;", "a = 1; Other b = 2;"))
+    original, _, rest = str(refused.value).partition("; ")
+    assert original == (
+        "uses a type that it does not define: Other (nor does a file that it both imports and refers to) (line 1)"
+    )
+    assert rest.startswith(f"the import {path} could not be used: it {why}")
+
+
+def test_an_import_that_is_not_found_is_not_named():
+    for path in ("gone.proto", "common.proto/inner.proto"):
+        with pytest.raises(SchemaRefused) as refused:
+            parse_proto(text_of(read_text(f'import "{path}"; message N {{ optional Other a = 1; }}')))
+        assert str(refused.value).endswith("are known) (line 1)")
+
+
+def test_an_unusable_import_has_its_place_in_the_topology_file(monkeypatch):
+    monkeypatch.setitem(FILES, "broken.proto", 'import "needs.proto"; message N { optional Needs a = 1; }')
     with pytest.raises(TopologyError) as refused:
-        topology(f"format: protobuf, schema_id: none, schema: {name}", "field: a")
+        topology("format: protobuf, schema_id: none, schema: broken.proto", "field: a")
     (problem,) = refused.value.problems
-    assert str(problem).startswith(f't.yaml:3:66: source.schema: "{name}" {said}')
+    assert str(problem).startswith(
+        't.yaml:3:66: source.schema: "broken.proto" uses a type that it does not define: Needs'
+    )
+    assert "; the import not.proto could not be used: it is not .proto text: a name is missing (line 1)" in str(problem)
+    assert "; the import needs.proto could not be used: it uses a type that it does not define: Gone" in str(problem)
     assert str(problem).endswith("; correct the schema")
+
+
+def test_an_error_names_few_imports():
+    imports = "".join(f'import "/{at}.proto"; ' for at in range(100))
+    with pytest.raises(SchemaRefused) as refused:
+        read_text(f"{imports} message N {{ optional Other a = 1; }}")
+    assert str(refused.value).count("the import /") == 3
+
+
+def test_a_file_that_is_imported_in_a_circle_is_left_out():
+    """Without it, the other files have all that they need."""
+    assert parse_proto(text_of(read_text(FILES["circle.proto"]))).nested[0]
+    text = 'import "this.proto"; import "that.proto"; message N { optional That a = 1; }'
+    assert read_text(text).imports == (("that.proto", FILES["that.proto"]),)
+    with pytest.raises(SchemaRefused, match=r"the import this\.proto could not be used: it imports itself"):
+        read_text(text.replace("optional That", "optional This"))
+
+
+def test_imports_that_nothing_needs_are_left_out():
+    imports = 'import "half.proto"; import "other_half.proto"; import "google/protobuf/timestamp.proto"; '
+    made = read_text(f"{imports} message N {{ optional Half a = 1; optional google.protobuf.Timestamp t = 2; }}")
+    assert [name for name, _ in made.imports] == ["half.proto"]
+    assert parse_proto(text_of(made)).nested[0].fields["t"].type_name == "google.protobuf.Timestamp"
+    with pytest.raises(SchemaRefused, match="characters"):
+        parse_proto(text_of(read_text(f"{imports} message N {{ optional Half a = 1; optional OtherHalf b = 2; }}")))
+
+
+def test_a_file_with_two_names_defines_its_types_once(monkeypatch):
+    monkeypatch.setitem(FILES, "copy.proto", COMMON)
+    monkeypatch.setitem(
+        FILES, "user.proto", 'import "copy.proto"; import "common.proto"; message U { Currency c = 1; }'
+    )
+    made = read_text('import "user.proto"; message N { optional U u = 1; }')
+    assert [name for name, _ in made.imports] == ["copy.proto", "common.proto", "user.proto"]
+    assert parse_proto(text_of(made)).nested[0]
+
+
+def test_a_long_chain_of_imports_ends():
+    assert read_text('import "chain0.proto"; message N { optional Link0 u = 1; }').imports == (
+        ("chain0.proto", FILES["chain0.proto"]),
+    )
