@@ -257,6 +257,8 @@ class _Check:
                 self._due.append((writer, found))
             case Scalar(kind="enum"), Scalar() if not self._resolver.has_symbols(writer, found):
                 return _lacking_symbol(found, place)
+            case _:
+                pass
         return None
 
     def fault_of_records(self) -> str | None:
