@@ -236,7 +236,7 @@ def by_names(parsed, value):
 def whole(schema, value):
     """Return the canonical content of what fastavro returns, without the fields that take no bytes."""
     name = schema["name"].encode()
-    return b"\0\0\3" + leb(len(name) + 1) + b"\1" + name + item(value)
+    return b"\0\0\3" + leb(len(name)) + name + item(value)
 
 
 def plain(content):
@@ -254,8 +254,8 @@ def plain_item(content, at):
     count, at = leb_at(content, at)
     if kind == 3:
         found, end = plain_item(content, at + count)
-        name = content[at + 1 : at + count]
-        return (b"\0\3" + leb(count) + b"\1" + name + found if name in OWN_TYPES else found), end
+        name = content[at : at + count]
+        return (b"\0\3" + leb(count) + name + found if name in OWN_TYPES else found), end
     found = b"\0" + bytes([kind]) + leb(count)
     for _ in range(count):
         if kind == 2:
@@ -283,7 +283,7 @@ def item(value, without=VOID):
         case list():
             return b"\0\1" + leb(len(value)) + b"".join(item(each, without) for each in value)
         case (str(name), inner):
-            return b"\0\3" + leb(len(name) + 1) + scalar(name) + item(inner, without)
+            return b"\0\3" + leb(len(name)) + name.encode() + item(inner, without)
         case dt.datetime(tzinfo=None):
             return b"\0\3\x0flocal-timestamp" + item((value - EPOCH) // dt.timedelta(microseconds=1) * 1000)
         case dt.date() if not isinstance(value, dt.datetime):
