@@ -175,7 +175,7 @@ class _Resolver:
         if pair not in self._symbols:  # a small schema can refer to a large enum very often
             known = frozenset(reader.symbols)
             symbols = [each if each in known else None for each in writer.symbols]
-            self._symbols[pair] = symbols, any(symbols)
+            self._symbols[pair] = symbols, any(each is not None for each in symbols)
         return self._symbols[pair]
 
 
