@@ -1,13 +1,26 @@
 """Computes the canonical content of Avro values, as they are or as a pinned schema reads them.
 
+Two different events never have equal content: one of them would be lost. Therefore, names of types are content, unlike
+in the binary encoding. The content of a value is a `TypedValue` with the full name of its record. So is the content of
+a record, an enum, or a fixed that is a branch of a union with at least two branches of these kinds. (A record that is
+only nullable is a branch of no such union.) Without a pinned schema, a field that takes no bytes is not content: its
+value never differs, and a small schema can define very many.
+
 The pinned schema is a reader's schema: each value is read as "Schema Resolution" of the Avro specification 1.12.0
-requires. Where the specification leaves a choice or has no rule:
+requires, and its names and unions are those of the pinned schema. All its fields are content, except those of records
+that take no bytes. Where the specification leaves a choice, has no rule, or could make different values equal:
 
 - A branch of the pinned schema's union that has the type of the value precedes branches to which the value would have
   to be promoted. (The specification takes the first branch that matches, so a value could lose precision even if it
   was written with the pinned schema.)
-- A logical type of the pinned schema applies only to values with the same underlying type, and with the same logical
-  type (and, for a decimal, the same scale) or none. If the pinned schema has no logical type, the value's is ignored.
+- No promotion loses precision: a long does not become a float or a double, and an int does not become a float.
+- An enum's symbol that the pinned schema lacks does not become the pinned enum's default.
+- Two records, enums, or fixed of one union are not read as the same type of the pinned schema: only the one that
+  matches it best is, if there is one.
+- A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units,
+  and the scales, precisions, and underlying types of decimals, may differ. The value is decoded with its own unit or
+  scale, so the conversion is exact. A logical type that only the pinned schema has applies to values with the same
+  underlying type. The uuid of a string does not matter.
 - An alias of a type is its full name. An alias of a field applies only if neither the writer's record has a field with
   the name, nor the pinned record a field with the name of the alias.
 - The default of a union is a value of the first branch that can have it. A default of a record may omit fields that
@@ -20,10 +33,8 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import repeat
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 from uuid import UUID
-
-import numpy as np
 
 from dedup.core.avro import NO_MEMBERS, AvroCursor, AvroReader, Instant, avro_reader, decode_decimal, decode_text
 from dedup.core.avro_schema import MAX_DEPTH, UNITS, Items, Node, Record, Scalar, Union, parse_schema
@@ -38,13 +49,8 @@ _MOST_DEFAULTS: Final = 100_000
 _MOST_CHARS: Final = 64
 """The maximum length of a name in an error text."""
 _BITS: Final = {"int": 32, "long": 64}
-_PROMOTIONS: Final = {
-    "int": {"long", "float", "double"},
-    "long": {"float", "double"},
-    "float": {"double"},
-    "string": {"bytes"},
-    "bytes": {"string"},
-}
+_PROMOTIONS: Final = {"int": {"long", "double"}, "float": {"double"}, "string": {"bytes"}, "bytes": {"string"}}
+"""Maps each type to the types that can hold all its values."""
 _IDENTICAL, _EQUAL, _SIMILAR, _PROMOTED = range(4)
 """How well a writer's type matches a reader's."""
 
@@ -52,6 +58,8 @@ _Reading = Callable[[AvroCursor, int], Tree]
 """Reads a value, given its nesting depth."""
 _Convert = Callable[[Any], Tree]
 """Converts what `AvroCursor.raw` returns."""
+_Symbols = tuple[list[str | None], bool]
+"""A writer's symbols, with None for those that the reader lacks, and whether the reader has any."""
 
 _float: Final = struct.Struct("<f").unpack
 _double: Final = struct.Struct("<d").unpack
@@ -66,9 +74,8 @@ def avro_content(schema: SchemaText, pinned: SchemaText | None, exclude: tuple[P
     SchemaRefused if a schema is not valid.
     """
     writer = parse_schema(schema)
-    reader = writer if pinned is None else parse_schema(pinned)
-    resolver = _Resolver({} if pinned is None else _Defaults(reader).found)
-    read = resolver.reading(writer, reader, "the value")
+    reader, resolver = _resolver(writer, pinned)
+    read = _named(reader.name, resolver.reading(writer, reader, "the value"))
     without = without_names(excluded(exclude))
     checker = avro_reader(schema, (), None)
 
@@ -91,32 +98,85 @@ def _whole(checker: AvroReader, read: _Reading, payload: bytes) -> Tree:
     return tree
 
 
+def unresolvable(schema: SchemaText, pinned: SchemaText) -> str | None:
+    """Return why values with a given schema cannot be read as a pinned schema, or None if each type can be.
+
+    The reason is that of the first pair of record types (or of fields' types, or of items' types) of which nothing can
+    be read, so other values may be readable: those that contain no such record or item. Of a union, it is enough that
+    one branch can be read. Raises SchemaRefused if a schema is not valid.
+    """
+    writer = parse_schema(schema)
+    reader, resolver = _resolver(writer, pinned)
+    check = _Check(resolver)
+    return check.fault(writer, reader, "the value") or check.fault_of_records()
+
+
+def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resolver]:
+    """Return the type as which to read a writer's record, and its resolver."""
+    if pinned is None:
+        return writer, _Resolver({}, pinned=False)
+    try:
+        reader = parse_schema(pinned)
+        return reader, _Resolver(_Defaults(reader).found, pinned=True)
+    except SchemaRefused as refused:
+        raise SchemaRefused(f"is read with the pinned schema, which {refused}") from None
+
+
 class _Resolver:
     """Finds out how to read a writer's types as a reader's, which are the same if no schema is pinned."""
 
-    def __init__(self, defaults: dict[tuple[int, str], Tree]) -> None:
+    def __init__(self, defaults: _FoundDefaults, *, pinned: bool) -> None:
         self.defaults: Final = defaults
+        self.pinned: Final = pinned
         self._records: Final[dict[tuple[int, int], _RecordReading]] = {}
+        self._symbols: Final[dict[tuple[int, int], _Symbols]] = {}
 
     def reading(self, writer: Node, reader: Node, place: str) -> _Reading:
         """Return how to read a writer's type as a reader's. ``place`` names the value in error texts."""
+        with_names = _has_names(reader)
         if isinstance(writer, Union):
-            same = writer is reader  # then each branch is read as itself, without comparing it with all others
-            return _union([self.reading(branch, branch if same else reader, place) for branch in writer.branches])
-        branches = reader.branches if isinstance(reader, Union) else (reader,)
-        ranked = [(rank, at) for at, branch in enumerate(branches) if (rank := _rank(writer, branch)) is not None]
-        if not ranked:
-            return _unresolvable(f"{place} is of type {_described(writer)}, not {_described(reader)}")
-        found = branches[min(ranked)[1]]
-        if isinstance(writer, Record):
-            pair = (id(writer), id(found))
-            if pair not in self._records:
-                self._records[pair] = _RecordReading(self, writer, cast("Record", found))
-            return self._records[pair].read
+            found = _found(writer.branches, reader, place) if writer is not reader else writer.branches
+            pairs = zip(writer.branches, found, strict=True)
+            return _union([self._as(branch, each, place, with_names=with_names) for branch, each in pairs])
+        found = _found((writer,), reader, place) if writer is not reader else (writer,)
+        return self._as(writer, found[0], place, with_names=with_names)
+
+    def _as(self, writer: Node, found: Node | str, place: str, *, with_names: bool) -> _Reading:
+        """Return how to read a type as the reader's type that was found, or as why none was."""
+        if isinstance(found, str):
+            return _unresolvable(found)
         if isinstance(writer, Items):
             item = self.reading(writer.item, cast("Items", found).item, f"{place}[]")
             return _array(item) if writer.name == "array" else _map(item)
-        return _scalar(writer, cast("Scalar", found), place)
+        if isinstance(writer, Record):
+            read = self._record(writer, cast("Record", found))
+        else:
+            read = self._scalar(cast("Scalar", writer), cast("Scalar", found), place)
+        name = _name_of(found)
+        return _named(name, read) if with_names and name else read
+
+    def _record(self, writer: Record, reader: Record) -> _Reading:
+        pair = (id(writer), id(reader))
+        if pair not in self._records:
+            self._records[pair] = _RecordReading(self, writer, reader)
+        return self._records[pair].read
+
+    def _scalar(self, writer: Scalar, reader: Scalar, place: str) -> _Reading:
+        if writer.kind != "enum":
+            return _scalar(writer, reader)
+        return _enum(writer, self._known_symbols(writer, reader)[0], _lacking_symbol(reader, place))
+
+    def has_symbols(self, writer: Scalar, reader: Scalar) -> bool:
+        """Return whether a reader's enum has a symbol of a writer's."""
+        return self._known_symbols(writer, reader)[1]
+
+    def _known_symbols(self, writer: Scalar, reader: Scalar) -> _Symbols:
+        pair = (id(writer), id(reader))
+        if pair not in self._symbols:  # a small schema can refer to a large enum very often
+            known = frozenset(reader.symbols)
+            symbols = [each if each in known else None for each in writer.symbols]
+            self._symbols[pair] = symbols, any(each is not None for each in symbols)
+        return self._symbols[pair]
 
 
 class _RecordReading:
@@ -149,27 +209,72 @@ class _RecordReading:
 
     def _compared(self) -> list[tuple[bytes | None, _Reading]]:
         writer, reader, steps = self._writer, self._reader, list[tuple[bytes | None, _Reading]]()
-        sources = _sources(writer, reader)
-        read_fields = set(sources.values())
-        for name in [each for each in reader.fields if each not in read_fields]:
-            if (id(reader), name) not in self._resolver.defaults:
-                lacking = f"{_place(reader, name)} is missing, and has no default in the pinned schema"
-                self._steps = [(None, _unresolvable(lacking))]
-                return self._steps
-            if not reader.is_void:
-                self._defaults[text_key(name)] = self._resolver.defaults[id(reader), name]
+        resolver, sources = self._resolver, _sources(self._writer, self._reader)
+        more = _more(reader, sources)
+        lacking = _lacking_default(reader, more, resolver.defaults)
+        if lacking is not None:
+            self._steps = [(None, _unresolvable(lacking))]
+            return self._steps
+        if not reader.is_void:
+            defaults = {name: resolver.defaults[id(reader), name] for name in more}
+            self._defaults = {text_key(name): each.tree for name, each in defaults.items()}
+            self._height = max((each.height for each in defaults.values()), default=0)
         for name, node in writer.fields.items():
             target = sources.get(name)
-            if name in writer.void and (target is None or reader.is_void):
+            if name in writer.void and (target is None or reader.is_void or not resolver.pinned):
                 continue
             if target is None:
                 steps.append((None, _skip(node)))
             else:
-                read = self._resolver.reading(node, reader.fields[target], _place(reader, target))
+                read = resolver.reading(node, reader.fields[target], _place(reader, target))
                 steps.append((None if reader.is_void else text_key(target), read))
-        self._height = max(map(_height, self._defaults.values()), default=0)
         self._steps = steps
         return steps
+
+
+class _Check:
+    """Looks for types that cannot be read as the pinned schema's, without any value."""
+
+    def __init__(self, resolver: _Resolver) -> None:
+        self._resolver: Final = resolver
+        self._due: Final[list[tuple[Record, Record]]] = []
+        self._seen: Final[set[tuple[int, int]]] = set()
+
+    def fault(self, writer: Node, reader: Node, place: str) -> str | None:
+        """Return why no value of a type can be read, or None. Its records are due, then."""
+        branches = writer.branches if isinstance(writer, Union) else (writer,)
+        faults = [self._fault_as(*each, place) for each in zip(branches, _found(branches, reader, place), strict=True)]
+        return None if None in faults else faults[0]
+
+    def _fault_as(self, writer: Node, found: Node | str, place: str) -> str | None:
+        match writer, found:
+            case _, str():
+                return found
+            case Items(item), Items(target):
+                return self.fault(item, target, f"{place}[]")
+            case Record(), Record() if (id(writer), id(found)) not in self._seen:
+                self._seen.add((id(writer), id(found)))
+                self._due.append((writer, found))
+            case Scalar(kind="enum"), Scalar() if not self._resolver.has_symbols(writer, found):
+                return _lacking_symbol(found, place)
+            case _:
+                pass
+        return None
+
+    def fault_of_records(self) -> str | None:
+        """Return why a record that is due, or that is part of one, cannot be read, or None."""
+        for writer, reader in self._due:  # grows meanwhile
+            sources = _sources(writer, reader)
+            lacking = _lacking_default(reader, _more(reader, sources), self._resolver.defaults)
+            if lacking is not None:
+                return lacking
+            for name, target in sources.items():
+                if name in writer.void and reader.is_void:
+                    continue
+                fault = self.fault(writer.fields[name], reader.fields[target], _place(reader, target))
+                if fault is not None:
+                    return fault
+        return None
 
 
 def _sources(writer: Record, reader: Record) -> dict[str, str]:
@@ -182,6 +287,57 @@ def _sources(writer: Record, reader: Record) -> dict[str, str]:
                     found[alias] = name
                     break
     return found
+
+
+def _more(reader: Record, sources: dict[str, str]) -> list[str]:
+    """Return the names of the reader's fields that the writer does not have, in their order."""
+    read = set(sources.values())
+    return [name for name in reader.fields if name not in read]
+
+
+def _lacking_default(reader: Record, names: list[str], defaults: _FoundDefaults) -> str | None:
+    for name in names:
+        if (id(reader), name) not in defaults:
+            return f"{_place(reader, name)} is missing, and has no default in the pinned schema"
+    return None
+
+
+def _has_names(node: Node) -> bool:
+    """Return whether a type is a union in which the names of types are content."""
+    return isinstance(node, Union) and sum(map(bool, map(_name_of, node.branches))) > 1
+
+
+def _name_of(node: Node) -> str:
+    """Return the full name of a record, an enum, or a fixed, or else an empty string."""
+    return node.name if isinstance(node, Record) else node.full_name if isinstance(node, Scalar) else ""
+
+
+def _found(writers: Sequence[Node], reader: Node, place: str) -> list[Node | str]:
+    """Return the reader's type that matches each of a writer's types best, or why there is none."""
+    branches = reader.branches if isinstance(reader, Union) else (reader,)
+    best = [_best(writer, branches) for writer in writers]
+    ranks: dict[int, list[int]] = {}
+    for writer, each in zip(writers, best, strict=True):
+        if each is not None and _name_of(writer):
+            ranks.setdefault(each[1], []).append(each[0])
+    for some in ranks.values():
+        some.sort()
+    found: list[Node | str] = []
+    for writer, each in zip(writers, best, strict=True):
+        if each is None:
+            found.append(f"{place} is of type {_described(writer)}, not {_described(reader)}")
+        elif any(rank <= each[0] for rank in ranks.get(each[1], ())[1:2] if _name_of(writer)):
+            match = f"and another type of its union matches {_described(branches[each[1]])}, too"
+            found.append(f"{place} is of type {_described(writer)}, {match}")
+        else:
+            found.append(branches[each[1]])
+    return found
+
+
+def _best(writer: Node, branches: Sequence[Node]) -> tuple[int, int] | None:
+    """Return how well a type matches the branch that it matches best, and the position of the branch."""
+    ranked = ((rank, at) for at, branch in enumerate(branches) if (rank := _rank(writer, branch)) is not None)
+    return min(ranked, default=None)
 
 
 def _rank(writer: Node, reader: Node) -> int | None:
@@ -202,17 +358,29 @@ def _rank(writer: Node, reader: Node) -> int | None:
 
 
 def _scalar_rank(writer: Scalar, reader: Scalar) -> int | None:
-    own, pinned = _logical(writer), _logical(reader)
+    family, pinned = _family(writer), _family(reader)
+    if family and family != pinned:
+        return None
     if writer.kind != reader.kind:
+        if family:  # times in int and long, decimals in bytes and fixed
+            return _SIMILAR
         return _PROMOTED if reader.kind in _PROMOTIONS.get(writer.kind, ()) and not pinned else None
-    if writer.width != reader.width or (own and pinned and (own, writer.scale) != (pinned, reader.scale)):
+    if writer.width != reader.width and not family:
         return None
     rank = _name_rank(writer.full_name, reader.full_name, reader.aliases)
-    return rank if own == pinned or rank is None else _SIMILAR
+    own, other = (writer.name, writer.scale, writer.width), (reader.name, reader.scale, reader.width)
+    return rank if rank is None or own == other or writer.kind == "string" else _SIMILAR
 
 
-def _logical(node: Scalar) -> str:
-    return node.logical if node.kind != "string" else ""  # a string's only logical type, uuid, does not matter
+def _family(node: Scalar) -> str:
+    """Return a logical type without its unit, or an empty string."""
+    return _unit(node)[0] if node.kind != "string" else ""  # a string's only logical type, uuid, does not matter
+
+
+def _unit(node: Scalar) -> tuple[str, int]:
+    """Return a logical type without its unit, and the length of the unit in nanoseconds."""
+    name, _, unit = node.logical.rpartition("-")
+    return (name, UNITS[unit]) if unit in UNITS else (node.logical, 1)
 
 
 def _name_rank(writer: str, reader: str, aliases: frozenset[str]) -> int | None:
@@ -293,17 +461,25 @@ def _map(item: _Reading) -> _Reading:
     return read
 
 
-def _scalar(writer: Scalar, reader: Scalar, place: str) -> _Reading:
+def _named(name: str, part: _Reading) -> _Reading:
+    def read(cursor: AvroCursor, depth: int) -> Tree:
+        return TypedValue(name, part(cursor, depth))
+
+    return read
+
+
+def _scalar(writer: Scalar, reader: Scalar) -> _Reading:
     match writer.kind:
-        case "enum":
-            return _enum(writer, reader, place)
         case "int" | "long":
             take: Callable[[AvroCursor], Any] = AvroCursor.varint
         case "string" | "bytes":
             take = AvroCursor.part
         case _:
             take = lambda cursor: cursor.raw(writer)  # noqa: E731
-    convert = _promotion(writer.kind, reader.kind) if writer.kind != reader.kind else _conversion(reader)
+    if _family(writer):
+        convert = _conversion(writer)  # with the unit or scale with which the value was written
+    else:
+        convert = _promotion(writer.kind, reader.kind) if writer.kind != reader.kind else _conversion(reader)
 
     def read(cursor: AvroCursor, _depth: int) -> Tree:
         return convert(take(cursor))
@@ -314,9 +490,12 @@ def _scalar(writer: Scalar, reader: Scalar, place: str) -> _Reading:
     return read_unchanged if convert is _unchanged else read
 
 
-def _enum(writer: Scalar, reader: Scalar, place: str) -> _Reading:
-    symbols = [each if each in reader.symbols else reader.default for each in writer.symbols]
-    unknown = _unresolvable(f"{place} has a symbol that {_described(reader)} lacks, without a default")
+def _lacking_symbol(reader: Scalar, place: str) -> str:
+    return f"{place} has a symbol that {_described(reader)} lacks"
+
+
+def _enum(writer: Scalar, symbols: Sequence[str | None], lacking: str) -> _Reading:
+    unknown = _unresolvable(lacking)
 
     def read(cursor: AvroCursor, depth: int) -> Tree:
         symbol = symbols[cast("int", cursor.raw(writer))]
@@ -333,22 +512,27 @@ def _promotion(writer: str, reader: str) -> _Convert:
     match writer, reader:
         case "float", _:
             return _CONVERSIONS["float"]
-        case _, "float":
-            return lambda raw: float(np.int64(raw).astype(np.float32))  # rounds once, in contrast to float()
         case _, "double":
-            return float
+            return _exact_double
         case _, "string":
             return decode_text
         case _:
             return _unchanged
 
 
+def _exact_double(raw: int) -> float:
+    """Convert an int. Raises Unreadable for one that has so many bits that it would lose some."""
+    double = float(raw)
+    if double != raw:
+        raise Unreadable("number_out_of_range", "an int of the value has more than 32 bits")
+    return double
+
+
 def _conversion(node: Scalar) -> _Convert:
     """Return how to convert what `AvroCursor.raw` returns for a type to the type's canonical form."""
     if node.kind in _CONVERSIONS:
         return _CONVERSIONS[node.kind]
-    name, _, unit = node.logical.rpartition("-") if node.logical.endswith(tuple(UNITS)) else (node.logical, "", "")
-    factor = UNITS.get(unit, 1)
+    name, factor = _unit(node)
     match name:
         case "timestamp":
             return lambda raw: Instant(raw * factor)
@@ -373,10 +557,29 @@ _CONVERSIONS: Final[dict[str, _Convert]] = {
 }
 
 
+class _Default(NamedTuple):
+    """The default of a field."""
+
+    tree: Tree
+    height: int
+    """The nesting depth: 0 for a scalar."""
+
+
+_FoundDefaults = dict[tuple[int, str], _Default]
+"""Maps the `id` of a record type and the name of a field to the field's default."""
+
+
 def _height(tree: Tree) -> int:
-    """Return the nesting depth of a value: 0 for a scalar."""
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return max((1 + _height(each) for each in inner), default=0)
+    height, level = 0, _inside(tree)
+    while level:
+        height, level = height + 1, [inner for each in level for inner in _inside(each)]
+    return height
+
+
+def _inside(tree: Tree) -> Sequence[Tree]:
+    while isinstance(tree, TypedValue):
+        tree = tree.content
+    return list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
 
 
 class _NoDefault(Exception):
@@ -387,21 +590,19 @@ class _Defaults:
     """Converts all defaults of a reader's schema. Raises SchemaRefused if a default does not have its field's type."""
 
     def __init__(self, schema: Record) -> None:
-        self.found: Final[dict[tuple[int, str], Tree]] = {}
-        """The default of each field, by the `id` of the record type and the name of the field."""
+        self.found: Final[_FoundDefaults] = {}
         self._left = _MOST_DEFAULTS
         due, seen = [schema], {id(schema)}
         while due:
             record = due.pop()
             for name, node in record.fields.items():
-                for each in _named_in(node):
-                    if isinstance(each, Scalar):
-                        _check_enum(each)
-                    elif id(each) not in seen:
+                for each in _records_in(node):
+                    if id(each) not in seen:
                         seen.add(id(each))
                         due.append(each)
                 if name in record.defaults:
-                    self.found[id(record), name] = self._checked(record, name)
+                    tree = self._checked(record, name)
+                    self.found[id(record), name] = _Default(tree, _height(tree))
 
     def _checked(self, record: Record, name: str) -> Tree:
         try:
@@ -414,8 +615,8 @@ class _Defaults:
         if self._left < 0 or depth > MAX_DEPTH:
             raise SchemaRefused(f"has defaults of more than {_MOST_DEFAULTS:,} values or {MAX_DEPTH} levels")
         match node, value:
-            case Union(branches), _:
-                return self._first(branches, value, depth)
+            case Union(), _:
+                return self._first(node, value, depth)
             case Record(), dict():
                 members = {
                     text_key(name): self._tree(inner, _member(node, name, value), depth + 1)
@@ -431,24 +632,28 @@ class _Defaults:
             case _:
                 raise _NoDefault
 
-    def _first(self, branches: Sequence[Node], value: Any, depth: int) -> Tree:  # noqa: ANN401 - JSON
-        for branch in branches:
+    def _first(self, union: Union, value: Any, depth: int) -> Tree:  # noqa: ANN401 - JSON
+        for branch in union.branches:
             try:
-                return self._tree(branch, value, depth)
+                tree = self._tree(branch, value, depth)
             except _NoDefault:
                 continue
+            name = _name_of(branch)
+            return TypedValue(name, tree) if name and _has_names(union) else tree
         raise _NoDefault
 
 
-def _named_in(node: Node) -> list[Record | Scalar]:
-    """Return the record types and scalar types in a type, without the members of the records."""
+def _records_in(node: Node) -> list[Record]:
+    """Return the record types in a type, without the members of the records."""
     match node:
         case Union(branches):
-            return [each for branch in branches for each in _named_in(branch)]
+            return [each for branch in branches for each in _records_in(branch)]
         case Items(item):
-            return _named_in(item)
-        case _:
+            return _records_in(item)
+        case Record():
             return [node]
+        case _:
+            return []
 
 
 def _default_key(name: str) -> bytes:
@@ -456,11 +661,6 @@ def _default_key(name: str) -> bytes:
         return text_key(name)
     except UnicodeEncodeError:
         raise _NoDefault from None
-
-
-def _check_enum(node: Scalar) -> None:
-    if node.default is not None and node.default not in node.symbols:
-        raise SchemaRefused(f"has an enum {node.full_name[:_MOST_CHARS]} whose default is not one of its symbols")
 
 
 def _member(record: Record, name: str, value: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON

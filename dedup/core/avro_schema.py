@@ -55,8 +55,6 @@ class Scalar:
     """The name of an enum or a fixed with its namespace, or an empty string."""
     aliases: frozenset[str] = frozenset()
     """The full names of writers' types that readers with this type can also read."""
-    default: str | None = None
-    """The symbol of an enum that replaces a writer's unknown symbols."""
 
     @property
     def name(self) -> str:
@@ -163,14 +161,8 @@ class _SchemaParser:
             case {"type": "enum", "symbols": list(symbols)}:
                 if len({each for each in symbols if isinstance(each, str) and each.isprintable()}) < len(symbols):
                     raise SchemaRefused("has an enum whose symbols are not distinct names")
-                default = schema.get("default")
-                enum = Scalar(
-                    "enum",
-                    symbols=tuple(symbols),
-                    full_name=_full_name(schema, namespace),
-                    aliases=_aliases(schema, namespace),
-                    default=None if default is None else str(default),
-                )
+                name, aliases = _full_name(schema, namespace), _aliases(schema, namespace)
+                enum = Scalar("enum", symbols=tuple(symbols), full_name=name, aliases=aliases)
                 return self._define(schema, namespace, enum)
             case {"type": "fixed", "size": int(size)} if 0 <= size < 1 << 31 and size is not True:
                 logical, scale = _logical("fixed", schema, size)

@@ -48,6 +48,13 @@ REPEATED = "repeated"
 EPOCH = dt.datetime(1970, 1, 1)  # noqa: DTZ001 - local
 
 
+VOID = "void"
+"""Begins the name of each field that takes no bytes. No key of a map begins like this."""
+OWN_TYPES = {b"date", b"time", b"local-timestamp"}
+STRICTER = re.compile(r"is of type (date|time-|timestamp-|local-timestamp-|decimal )")
+"""Says that a logical type is not read as one of another family, whereas fastavro only compares underlying types."""
+
+
 class Branch(NamedTuple):
     """A value of a union."""
 
@@ -62,6 +69,8 @@ class Typed(Made):
         made = super().record(path, depth)
         if all(each["type"] == "null" for each in made["fields"]):
             made["fields"].append({"name": "z", "type": "long"})
+        for each in made["fields"]:
+            each["name"] = (VOID if each["type"] == "null" else "") + each["name"]
         return made
 
     def kind(self, path, depth, union=True):
@@ -217,14 +226,64 @@ def scalar(value):
             raise TypeError(value)
 
 
-def item(value):
+def by_names(parsed, value):
+    """Return whether the value is exactly one record, and the record. Types of a union with several names are named."""
+    stream = io.BytesIO(value)
+    found = fastavro.schemaless_reader(stream, parsed, return_named_type=True, return_named_type_override=True)
+    return stream.tell() == len(value), found
+
+
+def whole(schema, value):
+    """Return the canonical content of what fastavro returns, without the fields that take no bytes."""
+    name = schema["name"].encode()
+    return b"\0\0\3" + leb(len(name)) + name + item(value)
+
+
+def plain(content):
+    """Return canonical content without the names of records, enums, and fixed."""
+    found, at = plain_item(content, 1)
+    assert at == len(content)
+    return b"\0" + found
+
+
+def plain_item(content, at):
+    size, at = leb_at(content, at)
+    if size:
+        return leb(size) + content[at : at + size], at + size
+    kind, at = content[at], at + 1
+    count, at = leb_at(content, at)
+    if kind == 3:
+        found, end = plain_item(content, at + count)
+        name = content[at : at + count]
+        return (b"\0\3" + leb(count) + name + found if name in OWN_TYPES else found), end
+    found = b"\0" + bytes([kind]) + leb(count)
+    for _ in range(count):
+        if kind == 2:
+            size, start = leb_at(content, at)
+            found, at = found + content[at : start + size], start + size
+        part, at = plain_item(content, at)
+        found += part
+    return found, at
+
+
+def leb_at(content, at):
+    size = shift = 0
+    while content[at] > 127:
+        size, shift, at = size | (content[at] & 127) << shift, shift + 7, at + 1
+    return size | content[at] << shift, at + 1
+
+
+def item(value, without=VOID):
     """Return the canonical bytes of what fastavro returns."""
     match value:
         case dict():
-            members = sorted((scalar(key), item(inner)) for key, inner in value.items())
+            kept = {key: inner for key, inner in value.items() if without is None or not key.startswith(without)}
+            members = sorted((scalar(key), item(inner, without)) for key, inner in kept.items())
             return b"\0\2" + leb(len(members)) + b"".join(leb(len(key)) + key + inner for key, inner in members)
         case list():
-            return b"\0\1" + leb(len(value)) + b"".join(map(item, value))
+            return b"\0\1" + leb(len(value)) + b"".join(item(each, without) for each in value)
+        case (str(name), inner):
+            return b"\0\3" + leb(len(name)) + name.encode() + item(inner, without)
         case dt.datetime(tzinfo=None):
             return b"\0\3\x0flocal-timestamp" + item((value - EPOCH) // dt.timedelta(microseconds=1) * 1000)
         case dt.date() if not isinstance(value, dt.datetime):
@@ -244,7 +303,7 @@ def same(one, two):
     match one:
         case dict():
             return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-        case list():
+        case list() | tuple():
             return len(one) == len(two) and all(map(same, one, two))
         case float():
             return one == two or (one != one and two != two)  # noqa: PLR0124
@@ -277,9 +336,9 @@ def test_values_have_equal_content_if_and_only_if_they_are_equal(seed):
         value, found = made.value(made.schema), []
         for _ in range(OF_A_SCHEMA):
             one, two = (encoded(dice, made.schema, value, {}) for _ in range(2))
-            exact, decoded = by_fastavro(parsed, one)
+            exact, decoded = by_names(parsed, one)
             assert exact is True, f"seed {seed}: {text}: {one.hex()}: {exact}"
-            assert content(one) == content(two) == b"\0" + item(decoded), f"seed {seed}: {text}: {one.hex()}"
+            assert content(one) == content(two) == whole(made.schema, decoded), f"seed {seed}: {text}: {one.hex()}"
             found.append((content(one), decoded))
             value = made.changed(made.schema, value)
         for (one, decoded), (two, other) in pairwise(found):
@@ -302,14 +361,15 @@ def test_a_damaged_value_has_the_fault_that_the_reader_finds(seed):
         for value in (damaged(dice, each, good) for each in good):
             found, fault = content_of(content, value)
             _, damage = content_of(reader.read, value)
-            exact, decoded = by_fastavro(parsed, value)
+            exact = by_fastavro(parsed, value)[0]
             if damage is not None:
                 assert (fault.code, fault.detail) == (damage.code, damage.detail), f"seed {seed}: {text}: {value.hex()}"
             elif fault is not None:
                 assert fault.code in OWN_FAULTS, f"seed {seed}: {text}: {value.hex()}"
                 assert fault.code != "not_utf8" or exact is not True, f"seed {seed}: {text}: {value.hex()}"
             elif exact is True and not any(kind in text for kind in LOOSE):
-                assert found == b"\0" + item(decoded), f"seed {seed}: {text}: {value.hex()}"
+                expected = whole(made.schema, by_names(parsed, value)[1])
+                assert found == expected, f"seed {seed}: {text}: {value.hex()}"
             if fault is not None:
                 faults[fault.code] = faults.get(fault.code, 0) + 1
     assert all(faults.values())
@@ -333,8 +393,8 @@ class Evolved:
             return ["null", self.kind(kind, union=False)] if kind != "null" else ["null"]
         match kind:
             case "int":
-                return dice.choice(("int", "int", "long", "float", "double"))
-            case "long" | "float":
+                return dice.choice(("int", "int", "long", "double"))
+            case "float":
                 return dice.choice((kind, kind, "double"))
             case "string" | "bytes":
                 return dice.choice((kind, kind, kind, "string", "bytes"))
@@ -342,9 +402,7 @@ class Evolved:
                 return self.union(kind)
             case {"type": "enum"}:
                 symbols = dice.sample(kind["symbols"], dice.choice((2, 3, 3)))
-                return (
-                    self.named(kind) | {"symbols": symbols} | ({"default": symbols[0]} if dice.random() < 0.7 else {})
-                )
+                return self.named(kind) | {"symbols": symbols}
             case {"type": "fixed"}:
                 return self.named(kind) | ({"size": 4} if dice.random() < 0.05 else {})
             case {"type": "array", "items": items}:
@@ -427,8 +485,10 @@ def test_a_pinned_schema_reads_what_fastavro_reads(seed):
             found, fault = content_of(content, value)
             said = f"seed {seed}: {text} as {json.dumps(reader)}: {value.hex()}: {fault}"
             if fault is None:
-                assert (code, found) == ("", b"\0" + item(decoded)), said
-            else:  # fastavro looks for a field without a value when it has read the others
+                assert (code, plain(found)) == ("", b"\0" + item(decoded, None)), said
+            elif not STRICTER.search(
+                fault.detail
+            ):  # fastavro looks for a field without a value when it has read the others
                 assert code == fault.code or (code, fault.code) == ("not_utf8", "schema_unresolvable"), said
             codes[code] = codes.get(code, 0) + 1
         for value in (damaged(dice, each, good) for each in good):
