@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from dedup.core import avro, protobuf
 from dedup.core.avro import AvroReader, avro_reader
-from dedup.core.avro_content import avro_content
+from dedup.core.avro_content import avro_content, unresolvable
 from dedup.core.avro_schema import Record, nodes_at, parse_schema, type_name
 from dedup.core.cbor import cbor_reader
 from dedup.core.content_tree import Content, without_names
@@ -28,7 +28,7 @@ from dedup.core.member_reader import MemberReader
 from dedup.core.message_pack import message_pack_reader
 from dedup.core.proto_schema import Message, parse_proto
 from dedup.core.protobuf import ProtobufReader, protobuf_reader
-from dedup.core.protobuf_content import protobuf_content
+from dedup.core.protobuf_content import has_member, protobuf_content
 from dedup.core.tracking_id import ContentRule, Path, SchemaFile
 
 Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", "csv", "bytes"]
@@ -146,6 +146,37 @@ def member_names(fmt: Format, schema: SchemaText, path: Path, *, first: bool) ->
         return [name for each in _messages(schema, first=first) for name in protobuf.names_at(each, path[:-1])]
     holders = nodes_at(parse_schema(schema), path[:-1])
     return [name for each in holders if isinstance(each, Record) for name in each.fields]
+
+
+def has_content_at(fmt: Format, schema: SchemaText, path: Path, *, first: bool) -> bool:
+    """Return whether values can have content at a path. `member_types` must accept the schema."""
+    if fmt == "protobuf":
+        return any(has_member(each, path) for each in _messages(schema, first=first))
+    return bool(nodes_at(parse_schema(schema), path))
+
+
+def unreadable_as(fmt: Format, schema: SchemaText, pinned: SchemaText) -> str | None:
+    """Return why values with a given schema have no content with the pinned schema, or None if they can have content.
+
+    The reason begins with a verb, so that it can follow the schema's name. Of a Protobuf schema with several messages,
+    it is enough that values of one of them can be read.
+    """
+    try:
+        if fmt == "avro":
+            fault = unresolvable(schema, pinned)
+            return None if fault is None else f"cannot be read with it: {fault}"
+        refused = [_refusal(schema, at, pinned) for at, _ in enumerate(_messages(schema, first=False))]
+    except SchemaRefused as fault:
+        return str(fault)
+    return refused[0] if refused and None not in refused else None
+
+
+def _refusal(schema: SchemaText, index: int, pinned: SchemaText) -> str | None:
+    try:
+        protobuf_content(schema, (index,), pinned, ())
+    except SchemaRefused as refused:
+        return str(refused)
+    return None
 
 
 def _messages(schema: SchemaText, *, first: bool) -> list[Message]:

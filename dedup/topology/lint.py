@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.formats import Format, member_types, text_of
+from dedup.core.formats import TYPED, Format, has_content_at, member_types, text_of, unreadable_as
 from dedup.core.framing import SchemaRefused, SchemaText
 from dedup.core.json_schema import json_types
 from dedup.core.tracking_id import (
@@ -31,7 +31,7 @@ from dedup.core.tracking_id import (
 from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology, rule_text
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
-from dedup.yaml_document import At
+from dedup.yaml_document import At, dotted
 
 FORMAT: Final[At] = ("source", "format")
 KEY_FORMAT: Final[At] = ("source", "key_format")
@@ -230,13 +230,8 @@ def schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterat
     first = topology.source.schema is not None
     findings = [*_schema_findings(topology, members, topology.source.format, schema, name, first=first)]
     yield from findings
-    if any(finding.code == "schema_refused" for finding in findings):
-        return
-    for member in _excluded(topology):
-        if not _types_of(topology.source.format, schema, member, first=first):
-            place = ".".join(str(step) for step in member.at[:-1])
-            text = f"{place}: {format_path(member.path)} is not in the schema {name}, so nothing is left out there."
-            yield warning("exclude_missing", text, at=member.at)
+    if all(finding.code != "schema_refused" for finding in findings):
+        yield from _content_findings(topology, schema, name, first=first)
 
 
 def key_schema_findings(topology: Topology, schema: SchemaText, name: str) -> Iterator[Finding]:
@@ -302,16 +297,35 @@ def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member
             return
 
 
-def _excluded(topology: Topology) -> Iterator[_Member]:
-    """Yield the members that are left out of content. The parser has checked those of a named schema."""
-    rule, compared = topology.tracking_id.rule, topology.compared
+def _contents(topology: Topology) -> Iterator[tuple[At, ContentRule]]:
+    """Yield the rules for content, with their places in the topology file."""
+    rule = topology.tracking_id.rule
     several = isinstance(rule, FirstOfRule)
     for row, each in enumerate(alternatives_of(rule)):
-        at: At = ("tracking_id", "first_of", row, "content") if several else ("tracking_id", "content")
-        if isinstance(each, ContentRule) and each.schema is None:
-            yield from (_Member((*at, "exclude", n), path) for n, path in enumerate(each.exclude))
-    if compared is not None and compared.schema is None:
-        yield from (_Member(("conflicts", "exclude", n), path) for n, path in enumerate(compared.exclude))
+        if isinstance(each, ContentRule):
+            yield ("tracking_id", "first_of", row, "content") if several else ("tracking_id", "content"), each
+    if topology.compared is not None:
+        yield ("conflicts",), topology.compared
+
+
+def _content_findings(topology: Topology, schema: SchemaText, name: str, *, first: bool) -> Iterator[Finding]:
+    """Yield the findings about content. The parser has checked what is left out of a schema that the file names."""
+    fmt = topology.source.format
+    for holder, rule in _contents(topology):
+        pinned = None if rule.schema is None else text_of(rule.schema)
+        fault = None if pinned is None or fmt not in TYPED else unreadable_as(fmt, schema, pinned)
+        if rule.schema is not None and fault is not None:
+            said = f"{rule.schema.name} cannot be the schema of content: the schema {name} {fault}."
+            yield Finding("error", "schema_unresolvable", f"{dotted(holder)}: {said}", at=(*holder, "schema"))
+        for row, path in enumerate(rule.exclude if rule.schema is None else ()):
+            at = (*holder, "exclude", row)
+            if fmt in TYPED:
+                there = has_content_at(fmt, schema, path, first=first)
+            else:
+                there = bool(_types_of(fmt, schema, _Member(at, path), first=first))
+            if not there:
+                said = f"{format_path(path)} is not in the schema {name}, so nothing is left out there."
+                yield warning("exclude_missing", f"{dotted(at[:-1])}: {said}", at=at)
 
 
 def _types_of(fmt: Format, schema: SchemaText, member: _Member, *, first: bool) -> dict[str, bool]:

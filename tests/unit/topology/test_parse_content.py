@@ -19,7 +19,12 @@ MONEY = 'syntax = "proto3"; package shop; import public "common.proto"; message 
 COMMON = 'syntax = "proto3"; import "google/api/annotations.proto"; enum Currency { EUR = 0; }'
 FILES = {
     "r.avsc": AVSC,
-    "r2.avsc": AVSC.replace('"R"', '"R2"'),
+    "r2.avsc": AVSC.replace("{", '{"doc": "",', 1),
+    "other.avsc": AVSC.replace('"R"', '"Other"'),
+    "new.avsc": AVSC.replace('{"name": "at"', '{"name": "new", "type": "long"}, {"name": "at"'),
+    "bad.avsc": AVSC.replace('"at", "type": "long"', '"at", "type": "long", "default": "x"'),
+    "lines.proto": 'syntax = "proto3"; message Order { repeated Line lines = 1; } message Line { int32 a = 1; int32 b = 2; }',
+    "narrow.proto": 'syntax = "proto3"; message Order { int32 lines = 1; }',
     "protos/sales/o.proto": PROTO,
     "protos/shop/money.proto": MONEY,
     "common.proto": COMMON,
@@ -120,6 +125,41 @@ def test_something_has_to_be_left_to_compare(source, rule, said):
     (problem,) = refused.value.problems
     assert str(problem).startswith(f"t.yaml:{said}")
     assert "leaves nothing to compare, because it names every member; keep at least one" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "schema", "content", "said"),
+    [
+        ("avro", "r.avsc", "schema: other.avsc", "read with it: the value is of type record R, not record Other"),
+        (
+            "avro",
+            "r.avsc",
+            "schema: new.avsc",
+            "read with it: R.new is missing, and has no default in the pinned schema",
+        ),
+        ("avro", "r.avsc", "schema: bad.avsc", "which has a default at R.at that is not of the field's type"),
+        ("protobuf", "lines.proto", "schema: narrow.proto", "has the field Order.lines of type repeated"),
+        ("protobuf", "lines.proto", "exclude: [lines.a]", '"lines.a" is not in lines.proto'),
+    ],
+)
+def test_what_content_cannot_be_read_with_is_a_mistake(fmt, schema, content, said):
+    with pytest.raises(TopologyError) as refused:
+        topology(f"format: {fmt}, schema_id: none, schema: {schema}", f"content: {{{content}}}")
+    (problem,) = refused.value.problems
+    assert said in str(problem)
+    if "schema:" in content:
+        made = topology(f"format: {fmt}", f"content: {{{content}}}") if "bad" not in content else None
+        found = (
+            []
+            if made is None
+            else [each for each in schema_findings(made, FILES[schema], "x") if each.level == "error"]
+        )
+        assert made is None or [each.code for each in found] == ["schema_unresolvable"]
+
+
+def test_an_element_of_a_repeated_field_can_be_left_out():
+    source = "format: protobuf, schema_id: none, schema: lines.proto"
+    assert topology(source, "content: {exclude: ['lines[0].a']}").tracking_id.rule == ContentRule((("lines", 0, "a"),))
 
 
 def test_equal_content_may_have_different_bytes():
