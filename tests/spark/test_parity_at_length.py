@@ -39,7 +39,7 @@ def compared_at_length(compared, spark, kafka, admin, topic_names, tmp_path):
 
 
 # Each format once, and each rule for IDs that the formats came with.
-IN_CI = {"fields", "framed-fields", "avro-first-of", "protobuf-parts", "msgpack-python", "cbor-fields", "csv-instant"}
+IN_CI = {"framed-fields", "avro-first-of", "protobuf-parts", "msgpack-python", "cbor-content", "csv-instant"}
 TOPOLOGIES = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in [*RULES, *FORMATS]]
 
 
