@@ -39,8 +39,8 @@ from uuid import UUID
 from dedup.core.avro import NO_MEMBERS, AvroCursor, AvroReader, Instant, avro_reader, decode_decimal, decode_text
 from dedup.core.avro_schema import MAX_DEPTH, UNITS, Items, Node, Record, Scalar, Union, parse_schema
 from dedup.core.content_tree import Content, Tree, TypedValue, deeper, encode_content, text_key, without_names
-from dedup.core.exact_json import Unreadable, excluded
-from dedup.core.framing import SchemaRefused, SchemaText
+from dedup.core.exact_json import Unreadable
+from dedup.core.framing import SchemaRefused, SchemaText, in_pinned
 from dedup.core.tracking_id import Path
 from dedup.core.varint import Damaged
 
@@ -76,7 +76,7 @@ def avro_content(schema: SchemaText, pinned: SchemaText | None, exclude: tuple[P
     writer = parse_schema(schema)
     reader, resolver = _resolver(writer, pinned)
     read = _named(reader.name, resolver.reading(writer, reader, "the value"))
-    without = without_names(excluded(exclude))
+    without = without_names(exclude)
     checker = avro_reader(schema, (), None)
 
     def content(payload: bytes) -> bytes:
@@ -119,7 +119,7 @@ def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resol
         reader = parse_schema(pinned)
         return reader, _Resolver(_Defaults(reader).found, pinned=True)
     except SchemaRefused as refused:
-        raise SchemaRefused(f"is read with the pinned schema, which {refused}") from None
+        raise in_pinned(refused) from None
 
 
 class _Resolver:

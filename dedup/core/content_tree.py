@@ -19,13 +19,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import isnan
 from typing import Any, Final
 from uuid import UUID
 
 from dedup.core import tracking_id as encoding
 from dedup.core.avro import Instant
-from dedup.core.exact_json import Excluded, Number, Unreadable
+from dedup.core.exact_json import Excluded, Number, Unreadable, excluded
+from dedup.core.tracking_id import Path
 
 MAX_DEPTH: Final = 200
 """The maximum nesting depth of a value whose content is read."""
@@ -83,11 +85,16 @@ class KeyCache(dict[Any, bytes]):
         return key
 
 
-def without_names(excluded: Excluded) -> Without:
-    """Return the members to leave out of values whose members are named."""
+@cache
+def without_names(paths: tuple[Path, ...]) -> Without:
+    """Return the members to leave out of values whose members are named, given the excluded paths."""
+    return _named(excluded(paths))
+
+
+def _named(steps: Excluded) -> Without:
     return {
-        text_key(step) if isinstance(step, str) else step: None if below is None else without_names(below)
-        for step, below in excluded.items()
+        text_key(step) if isinstance(step, str) else step: None if below is None else _named(below)
+        for step, below in steps.items()
     }
 
 

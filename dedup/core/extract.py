@@ -169,7 +169,6 @@ class Extractor:
         alternatives = recipe.alternatives() if isinstance(rule, FirstOfRule) else []
         self._alternatives: Final = list(map(Extractor, alternatives))
         self._normalize: Final = normalizer(steps) if steps else None
-        self._compared_without: Final = () if recipe.compared is None else recipe.compared.exclude
         self._instants: Final = "instant" in steps
         if isinstance(rule, CodeRule):
             self._function: Final = rule.load()
@@ -431,8 +430,8 @@ class Extractor:
                 return kept_if(ids)
             case RawContentRule():
                 return bytes_keys(_present(batch.values))
-            case ContentRule() as content:
-                contents = self._contents(content, batch, payloads)
+            case ContentRule() as rule:
+                contents = self._contents(rule, batch, payloads)
                 return [state_key(CONTENT + content) for content in _present(contents)]
             case CodeRule() | FirstOfRule():  # `_by_function`; each alternative has its own extractor
                 return None
@@ -455,7 +454,7 @@ class Extractor:
     def _fingerprint(self, payload: bytes) -> bytes:
         if self.recipe.fmt != "bytes":
             with suppress(Unreadable):
-                return content_digest(content_of(payload, self._compared_without))
+                return content_digest(content_of(payload, self.recipe.compared_without))
         return value_digest(payload)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:

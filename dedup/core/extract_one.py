@@ -127,6 +127,11 @@ class Recipe:
     """The format of keys, which is required if members of keys are part of the ID."""
 
     @property
+    def compared_without(self) -> tuple[Path, ...]:
+        """The members that are ignored when JSON payloads are compared."""
+        return () if self.compared is None else self.compared.exclude
+
+    @property
     def indexed(self) -> bool:
         """True if message indexes follow the schema ID."""
         return self.fmt == "protobuf"
@@ -615,8 +620,7 @@ def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) ->
         return b""
     if not isinstance(content, Absent):
         with suppress(Unreadable):
-            exclude = () if recipe.compared is None else recipe.compared.exclude
-            return content_digest(canonical_json(content, exact_json.excluded(exclude)))
+            return content_digest(canonical_json(content, exact_json.excluded(recipe.compared_without)))
     return value_digest(payload)
 
 

@@ -13,7 +13,7 @@ from dedup.core.cbor import cbor_reader
 from dedup.core.content_tree import Content, without_names
 from dedup.core.csv_row import CsvLayout, csv_content, csv_reader
 from dedup.core.event_time import FieldTime
-from dedup.core.exact_json import Unreadable, excluded
+from dedup.core.exact_json import Unreadable
 from dedup.core.framing import (
     LinkedSchema,
     SchemaBook,
@@ -70,11 +70,11 @@ def content_reader(fmt: Format, schema: Schema, ref: SchemaRef, rule: ContentRul
     Raises Unreadable if the schema is unknown or unusable.
     """
     if fmt == "msgpack":
-        return partial(message_pack_reader((), None).content, without_names(excluded(rule.exclude)))
+        return partial(message_pack_reader((), None).content, without_names(rule.exclude))
     if fmt == "cbor":
-        return partial(cbor_reader((), None).content, without_names(excluded(rule.exclude)))
+        return partial(cbor_reader((), None).content, without_names(rule.exclude))
     if isinstance(schema, CsvLayout):
-        return partial(csv_content, schema, without_names(excluded(rule.exclude)))
+        return partial(csv_content, schema, without_names(rule.exclude))
     found = _typed_content(fmt, _text_of(schema, ref), indexes_of(ref), rule)
     if isinstance(found, str):
         raise Unreadable("schema_refused", f"the value's schema, {named(ref)}, {found}")

@@ -128,6 +128,11 @@ def in_reference(name: str, refused: SchemaRefused) -> SchemaRefused:
     return SchemaRefused(f"refers to {ascii(name[:64])[1:-1]}, which {refused}")
 
 
+def in_pinned(refused: SchemaRefused) -> SchemaRefused:
+    """Return the error for a schema whose values are to be read with a pinned schema that was refused."""
+    return SchemaRefused(f"is read with the pinned schema, which {refused}")
+
+
 class SchemaBook(dict[SchemaRef, SchemaText | None]):
     """Caches a registry's schemas by ID, with None for each ID that the registry does not know.
 

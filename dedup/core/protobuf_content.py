@@ -35,7 +35,7 @@ from dedup.core.content_tree import (
     text_key,
 )
 from dedup.core.exact_json import Excluded, Unreadable, excluded
-from dedup.core.framing import SchemaRefused, SchemaText
+from dedup.core.framing import SchemaRefused, SchemaText, in_pinned
 from dedup.core.proto_schema import SCALARS, Field, Message, message_at, parse_proto
 from dedup.core.protobuf import END, GROUP, SIZED, ProtobufCursor, not_a_message, utf8
 from dedup.core.tracking_id import Path
@@ -412,7 +412,7 @@ def _pinned(written: Message, pinned: SchemaText) -> Message:
     try:
         due = [parse_proto(pinned)]
     except SchemaRefused as refused:
-        raise SchemaRefused(f"is read with the pinned schema, which {refused}") from None
+        raise in_pinned(refused) from None
     while due:
         message = due.pop()
         if message.name == written.name:
