@@ -299,8 +299,8 @@ class Consumer(FaustConsumer):
             # aiokafka considers a member alive as long as it polls. This poll returns no records, because all
             # partitions are paused.
             await self.client.getmany(timeout_ms=0)
-            reading = [tp for tp in self._get_active_partitions() if tp not in self._held]
-            found = await self.fetcher.poll([TopicPartition(*tp) for tp in reading])
+            active = [TopicPartition(*tp) for tp in self._get_active_partitions() if tp not in self._held]
+            found = await self.fetcher.poll([feeding for feeding in active if not self.app.tasks.is_full(feeding)])
         except DedupError as error:
             # The error is not raised, because Faust would log a traceback. The worker stops with the error's message.
             self.app.tasks.fail(error)

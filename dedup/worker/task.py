@@ -48,6 +48,8 @@ follower can hide records for `replica.lag.time.max.ms`, 30 s.
 """
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
+_LONG_COMMIT_MS: Final = 1_000
+"""The time for which a task with `_MOST_WAITING` records waits for a commit, and holds up the worker's other tasks."""
 
 
 class TaskState(enum.Enum):
@@ -273,6 +275,8 @@ class Task:
         self._waiting: list[list[RecordBatch]] = []
         """The record batches that wait to be sent, in one list per batch that was judged during a commit."""
         self._waiting_records = 0
+        self.full = False
+        """True during a long commit if no more records should be fetched, because enough records wait for its end."""
         self._in_flight = False
         """True while the task's results are in a transaction that is being committed."""
         self._ending: StateIncompatible | None = None
@@ -364,8 +368,19 @@ class Task:
         await self._transaction.open_for_batches.wait()
         if fresh is not None and self.state is TaskState.RUNNING:
             self._take(fresh)
-            if self._waiting_records >= _MOST_WAITING:
-                await self._transaction.sendable.wait()
+            if self._waiting_records >= _MOST_WAITING and not self.full:
+                self.full = not await self._commit_ends()
+
+    async def _commit_ends(self) -> bool:
+        """Wait for the end of the commit in flight, at most `_LONG_COMMIT_MS`, and return whether it has ended."""
+        sendable = self._transaction.sendable
+        waits = {asyncio.ensure_future(sendable.wait()), asyncio.ensure_future(self._wire.pause(_LONG_COMMIT_MS))}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return sendable.is_set()
 
     def _take(self, batch: FeedBatch) -> None:
         try:
@@ -438,6 +453,7 @@ class Task:
             self._transaction.send(batches, self.feeding)
         self._waiting.clear()
         self._waiting_records = 0
+        self.full = False
 
     def capture(self) -> Captured:
         """Capture everything that was judged so far, for the transaction that the group is about to commit."""

@@ -184,6 +184,11 @@ class TaskManager:
             self.fail(error)
             raise
 
+    def is_full(self, feeding: TopicPartition) -> bool:
+        """Return whether the partition's task should get no more records until a long commit has ended."""
+        task = self._tasks.get(feeding)
+        return task is not None and task.full
+
     async def _live(self, members: Members) -> None:
         """Run a task group. After an error, rebuild the task group, rejoin the consumer group, or stop the worker."""
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from confluent_kafka.admin import AdminClient
 
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.kafka_node import EmbeddedKafka
 from tests.brokers import Admin, RunningKafka
 from tests.chaos.three_nodes import cluster, kafka
 from tests.integration.conftest import MakeJob
@@ -35,29 +37,40 @@ def admin(kafka: RunningKafka) -> Admin:
     return OneReplicaOfTheOutput(kafka.bootstrap, AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0}))
 
 
-def test_f83_one_offline_output_partition_holds_up_its_own_task_alone(make_job: MakeJob, cluster: KafkaCluster) -> None:
-    """Was: all tasks of the worker were built anew every two seconds, without an end."""
+@pytest.mark.parametrize(("accident", "per_s"), [("killed", 600), ("frozen", 8_000)])
+def test_f83_one_offline_output_partition_holds_up_its_own_task_alone(
+    make_job: MakeJob, cluster: KafkaCluster, accident: str, per_s: int
+) -> None:
+    """Was: all tasks of the worker were built anew every two seconds, or waited for the one that held enough records."""
     job: Job = make_job(config={"brokers": cluster.bootstrap.split(",")})
+    lone = cluster.nodes[LONE]
     with Watch(job):
-        with job.stream(endless(190), per_s=600):
+        with job.stream(endless(190), per_s=per_s):
             worker = job.start()
             job.until_progress(1_000)
-            cluster.nodes[LONE].kill()
+            lone.kill() if accident == "killed" else _process(lone).pause()
             # Others may wait, too, until their coordinators have moved.
             until(lambda: _said(worker.log, f"{job.name}-in/1") > 0, lambda: f"partition 1 waits; logs:\n{job.logs()}")
             until(lambda: _goes_on(job), lambda: f"partition 0 goes on; logs:\n{job.logs()}")
             before = job.committed()
             starts, said = worker.log.count("running from offset"), _said(worker.log, f"{job.name}-in/1")
-            until(lambda: job.committed()[0] > before[0] + 1_500, lambda: f"partition 0 goes on; logs:\n{job.logs()}")
+            until(
+                lambda: job.committed()[0] > before[0] + 3 * per_s, lambda: f"partition 0 goes on; logs:\n{job.logs()}"
+            )
             assert job.committed()[1] == before[1]
             assert worker.log.count("running from offset") == starts
             # Each assignment says it once; none was made meanwhile.
             assert _said(worker.log, f"{job.name}-in/1") == said, worker.log
-            cluster.nodes[LONE].restart()
+            lone.restart() if accident == "killed" else _process(lone).resume()
             worker.until_logged(f"{job.name}-in/1: commits succeed again")
         job.until_done()
         assert worker.stop() == 0, worker.log
         job.judge()
+
+
+def _process(node: EmbeddedKafka) -> ChildProcess:
+    assert node.process is not None
+    return node.process
 
 
 def _said(log: str, partition: str) -> int:

@@ -127,6 +127,30 @@ async def test_a_commit_that_comes_through_after_the_task_was_closed_is_not_appl
     assert store.task_record is None
 
 
+async def test_a_task_that_holds_enough_records_does_not_wait_for_a_long_commit():
+    """Was: the agent waited with it, and every other task of the worker stood still."""
+    cluster = Cluster()
+    wire = HeldEnd(cluster)
+    many = [(b"%d" % number, 1) for number in range(16_000)]
+    one = task(wire)
+    await one.start()
+    await one.process(batch([(b"first", 1)], 0))
+    commit = asyncio.create_task(one.commit())
+    await wire.asked.wait()
+    await one.process(batch(many[:-1], 1))
+    assert not one.task.full
+    await one.process(batch(many[-1:], 16_000))
+    assert one.task.full
+    await one.process(batch([(b"last", 1)], 16_001))
+    wire.answer.set()
+    await commit
+    assert not one.task.full
+    await one.commit()
+    assert [position.offset for position in cluster.offsets.values()] == [16_002]
+    out = cluster.partition(TopicPartition("out", 0))
+    assert [record.key for record in out.committed(0, out.end)] == [b"first", *(key for key, _ in many), b"last"]
+
+
 async def test_a_task_that_was_closed_during_its_commit_does_not_end_the_transaction():
     """Was: closing forgot the answers that were still to come, and the commit took the rest for complete."""
     cluster = Cluster(refuses=lambda target, record: record.key == b"big" and target == "out")
