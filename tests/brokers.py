@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, OffsetSpec, ResourceType  # type: ignore[attr-defined]  # exported, undeclared
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from dedup.embedded.kafka_node import EmbeddedKafka
 from tests.waiting import WITHIN_S, until
@@ -57,6 +57,11 @@ class Admin:
         self.client.create_topics([topic])[name].result(timeout=30)
         self.until_led(name, partitions)
         return name
+
+    def add_partitions(self, topic: str, partitions: int) -> None:
+        """The topic has so many partitions from now on, and all of them have a leader."""
+        self.client.create_partitions([NewPartitions(topic, partitions)])[topic].result(timeout=30)
+        self.until_led(topic, partitions)
 
     def replicas(self, name: str, partitions: int) -> list[list[int]]:
         """Return the nodes that hold each partition of a new topic; the first leads it."""

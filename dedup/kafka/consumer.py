@@ -44,7 +44,7 @@ _FLOW_BYTES: Final = 512 << 10
 
 _GROWN: Final = (
     "From now on, producers may send an ID to a partition where it is unknown: `dedup reset` starts over with the new "
-    "number of partitions."
+    "number of partitions, and says if the output needs more partitions first."
 )
 
 

@@ -8,7 +8,9 @@ effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -30,6 +32,11 @@ UNAUTHORIZED: Final = 29
 
 UNSTABLE_OFFSET: Final = 88
 """The error code for an offset that an open transaction is about to change."""
+
+PATIENCE_S: Final[ContextVar[float]] = ContextVar("patience_s", default=math.inf)
+"""The time, in seconds, after which an unanswered request is not repeated. A worker repeats requests without a limit; a
+command, which somebody is waiting for, sets a limit.
+"""
 
 
 class NoAnswer(Exception):

@@ -120,6 +120,16 @@ def delete_store(directory: Path) -> None:
         os.close(lock)
 
 
+def refuse_used(directory: Path) -> None:
+    """Raise StateIncompatible if another process uses the store, or if the directory is not safe for a store."""
+    prepare_directory(directory)
+    lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _lock(directory, lock)
+    finally:
+        os.close(lock)
+
+
 @contextmanager
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process is using the state.

@@ -197,12 +197,18 @@ class KafkaReader:
 
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
+        wanted = list(topics)
         try:
             # Unlike an admin client's request, this one gives the consumer the metadata for its later reads.
-            known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
+            known = dict(self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics)
+            for topic in (name for name in wanted if name not in known):
+                # A list of all topics lacks those that the principal may not describe.
+                found = self._consumer.list_topics(topic, timeout=_ANSWER_WITHIN_S).topics[topic]
+                if found.error is not None and found.error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                    raise KafkaException(found.error)
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
-        return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
+        return {topic: len(known[topic].partitions) if topic in known else 0 for topic in wanted}
 
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None

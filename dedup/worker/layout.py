@@ -22,7 +22,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateInco
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.requests import UNKNOWN_TOPIC
-from dedup.kafka.topic_admin import Admin, Group
+from dedup.kafka.topic_admin import Admin, Group, Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import UNAUTHORIZED, TopicNow, TopicPartition, Wire
 from dedup.settings import Settings
@@ -280,6 +280,15 @@ class LayoutChange:
         raise CommitUnknown(f"topic {self.topology.layout_topic!r} does not show the layout that was written to it.")
 
 
+def _refuse_absent(topology: Topology, have: Mapping[str, Topic]) -> None:
+    absent = [name for name in (*topology.source.topics, *topology.feeding_topics) if name not in have]
+    if absent:
+        raise StateIncompatible(
+            f"topic {', '.join(map(repr, dict.fromkeys(absent)))} does not exist, so its tasks cannot be fenced. "
+            "Nothing was changed; correct `source.topics`, or create the topic."
+        )
+
+
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
     """Change the number of partitions per transaction to the number in the topology, and keep the state and offsets.
 
@@ -290,6 +299,7 @@ async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire,
     have = await admin.topics(known_names(topology))
     if topology.changelog_topic not in have:
         raise StateIncompatible(f"topic {topology.changelog_topic!r} does not exist, so there is no layout to change.")
+    _refuse_absent(topology, have)
     if topology.transactions.partitions == "auto":
         count = max(counts_of(topology, Cluster(have)).values())
         topology = topology.grouped_by(auto_group_size(count))

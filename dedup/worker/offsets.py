@@ -6,6 +6,7 @@ is recreated, its old offsets would point to different records.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Final, Literal, TypeVar, assert_never
@@ -13,6 +14,7 @@ from typing import Final, Literal, TypeVar, assert_never
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
+    PATIENCE_S,
     UNSTABLE_OFFSET,
     FetchedRecord,
     LogBounds,
@@ -43,11 +45,20 @@ async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[Topi
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an idempotent request until there is a response, and return the response."""
+    """Repeat an idempotent request until there is a response, and return the response.
+
+    Raises BrokerUnavailable if there is no response within `PATIENCE_S`.
+    """
+    begun_s = time.monotonic()
     while True:
         try:
             return await ask()
-        except NoAnswer:
+        except NoAnswer as error:
+            if time.monotonic() - begun_s > PATIENCE_S.get():
+                raise BrokerUnavailable(
+                    f"no usable answer for {PATIENCE_S.get():.0f} s: {error}. Check the brokers, and that each "
+                    "partition has a leader; then run the command again."
+                ) from error
             await wire.pause(PAUSE_MS)
 
 

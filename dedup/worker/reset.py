@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Final
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import BrokerUnavailable, CommitUnknown
+from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import OWN_ROW, Line, fill
-from dedup.kafka.topic_admin import Admin, Group, Topic
+from dedup.kafka.topic_admin import Admin, Group, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.settings import Settings
 from dedup.store.changelog import TASK_RECORD_KEY, TaskRecord, encode_task_record
 from dedup.store.checkpoint_storage import CheckpointStorage
-from dedup.store.directory import delete_store
+from dedup.store.directory import delete_store, refuse_used
 from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
@@ -77,15 +77,39 @@ class Reset:
     admin: Admin
 
     async def look(self) -> Doomed:
-        """Return everything that a reset would delete. Raises DedupError if the group still has members."""
+        """Return everything that a reset would delete.
+
+        Raises DedupError if the group still has members, or if the reset could not be completed: if another process
+        uses a local store, or if the output does not have as many partitions as the source needs.
+        """
         await Group(self.wire, self.topology.name).refuse_members()
         have = await self.admin.topics(state_topics(self.topology))
+        await self._refuse_other_output()
         places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
         partitions = local_state(self.topology, self.settings.state_dir)
+        for directory in partitions:
+            refuse_used(directory)
         return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
+    async def _refuse_other_output(self) -> None:
+        """Raise StateIncompatible if workers would refuse the output after the reset."""
+        topology = self.topology
+        if topology.output is None or not topology.direct:
+            return
+        source, output = topology.source.topics[0], topology.output.topic
+        have = await self.admin.topics([source, output])
+        if len(have) > 1 and have[output].partitions != have[source].partitions:
+            raise StateIncompatible(
+                f"the output {output!r} has {have[output].partitions} partitions, but {source!r} has "
+                f"{have[source].partitions}: an output record keeps its source partition. Nothing was changed. Add "
+                "partitions to the topic that has fewer; then run the same reset again."
+            )
+
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None)."""
+        """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None).
+
+        If `run` raises a DedupError after it has deleted something, the error says that the reset must be run again.
+        """
         topology = self.topology
         await self.look()  # a worker may have joined the group in the meantime
         have = await self.admin.topics(known_names(topology))
@@ -98,6 +122,22 @@ class Reset:
         group = Group(self.wire, topology.name)
         await group.delete()
         await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
+        try:
+            await self._start_over(doomed, left, wanted, offsets)
+        except (BrokerUnavailable, CommitUnknown, StateIncompatible) as error:
+            raise type(error)(
+                f"{error} The reset has begun: run the same `dedup reset` again to complete it."
+            ) from error
+        return offsets
+
+    async def _start_over(
+        self,
+        doomed: Doomed,
+        left: Mapping[str, Topic],
+        wanted: Sequence[WantedTopic],
+        offsets: Mapping[TopicPartition, int],
+    ) -> None:
+        topology, group = self.topology, Group(self.wire, self.topology.name)
         await self.admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not deleted yet")
         delete_local_state(doomed.partitions)
@@ -112,10 +152,10 @@ class Reset:
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:
-            await group.set_offsets(offsets)
+            # The repartition tasks have no task records that say where to begin if these offsets expire.
+            await group.set_offsets(offsets, for_ever=True)
         else:
             await group.delete()
-        return offsets
 
     async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
         """Return each partition that has a checkpoint, together with the checkpoint's storage."""

@@ -223,8 +223,13 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     """Raise StateIncompatible if the partition counts of the topics do not match each other."""
     feeding, changelog = have[topology.feeding_topics[0]], have[topology.changelog_topic]
     checks = [(changelog, "changelog", "IDs would be looked up in partitions where they were not seen")]
+    mended = "fix the topics or run `dedup reset`"
     if topology.direct and topology.output is not None:
-        checks.append((have[topology.output.topic], "output", "an output record keeps its source partition"))
+        output = have[topology.output.topic]
+        checks.append((output, "output", "an output record keeps its source partition"))
+        if output.partitions != feeding.partitions:
+            less = output.partitions < feeding.partitions
+            mended = "add partitions to the output" if less else "name another output, or add partitions to the source"
     problems = [
         f"the {role} {topic.name!r} has {topic.partitions} partitions, but {feeding.name!r} has {feeding.partitions}: "
         f"{why}"
@@ -232,7 +237,7 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
         if topic.partitions != feeding.partitions
     ]
     if problems:
-        raise StateIncompatible("; ".join(problems) + ". Nothing was changed; fix the topics or run `dedup reset`.")
+        raise StateIncompatible("; ".join(problems) + f". Nothing was changed; {mended}.")
 
 
 def _created(topology: Topology, have: Mapping[str, Topic]) -> Iterator[str]:
@@ -478,7 +483,7 @@ async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartit
 
 async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPartition, int]) -> None:
     try:
-        await Group(wire, topology.reset_group).set_offsets(ends)
+        await Group(wire, topology.reset_group).set_offsets(ends, for_ever=True)
     except BrokerUnavailable as error:
         log.warning(
             "the current ends of the output and side topics were not recorded: %s Until the first commit, every worker "

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclBinding
 
+from dedup.errors import BrokerUnavailable
 from dedup.settings import load_settings
 from dedup.verify.verifier import verify
 from tests.chaos import secured as security
@@ -98,6 +99,21 @@ def assert_readable(job: Job, user: str, environ: dict[str, str]) -> None:
     grant(job.admin.client, bindings(rows, f"User:{user}"))
     report = verify(job.topology, settings)
     assert report.passed, report.samples
+
+
+def test_verify_does_not_take_a_topic_for_absent_that_it_may_not_describe(make_job: MakeJob, secured: Secured) -> None:
+    """Was: its records counted as lost."""
+    job = make_job(name="undescribed")
+    granted = allowed(job, f"User:{USER}")
+    as_client(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
+    job.send([Event(0, b"no json", BASE_MS), *workload(150, 20)])
+    job.finish(environ=SECRETS)
+    for each in granted:
+        if each.name == job.topology.dead_letter:
+            withdraw(job.admin.client, each)
+    settings = load_settings(job.config_file, [], SECRETS)
+    with pytest.raises(BrokerUnavailable, match=r"listing the topics .*[Aa]uthorization"):
+        verify(job.topology, settings)
 
 
 @pytest.mark.parametrize("which", ["Write", "Read", "changelog", "transactional-id", "group"])

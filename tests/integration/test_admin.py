@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,14 @@ from confluent_kafka import Consumer, TopicPartition
 
 from dedup.crashpoints import VARIABLE
 from dedup.embedded.kafka_node import EmbeddedKafka
+from dedup.errors import BrokerUnavailable
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin as TopicAdmin
+from dedup.kafka.topic_admin import Topic, on_cluster
 from dedup.metrics import METRICS
 from dedup.verify.cut import WHY_RESET
 from dedup.verify.verifier import verify
+from dedup.worker.reset import Reset
 from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
@@ -155,6 +163,48 @@ def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     assert list(report.not_provable) == [WHY_RESET], "what the forgotten state has written"
     assert sum(books.unique for books in report.books) == 100
     assert all(books.balanced for books in report.books)
+
+
+def test_reset_changes_nothing_if_it_could_not_be_completed(make_job: MakeJob) -> None:
+    """Was: the changelog was gone, and workers still refused the output, or the reset found the state in use."""
+    job = make_job()
+    source, changelog = job.topology.source.topics[0], TopicPartition(job.topology.changelog_topic, 0)
+    job.send(distinct(0, 10))
+    job.finish()
+    kept = job.admin.end_offsets(changelog.topic)
+    job.admin.add_partitions(source, 3)
+    assert "Nothing was changed. Add partitions to the topic that has fewer" in dedup(job, "reset", "--yes", code=3)
+    job.admin.add_partitions(job.output, 3)
+    with (job.state_dir("a") / job.name / "1" / "LOCK").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        assert "in use by another process" in dedup(job, "reset", "--yes", code=3)
+    assert job.admin.end_offsets(changelog.topic) == kept
+    dedup(job, "reset", "--yes")
+    job.send([Event(2, b'{"id":"of the new partition"}', BASE_MS)])
+    job.finish()
+    assert output_ids(job) == Counter({f"x-{number}": 2 for number in range(10)} | {"of the new partition": 1})
+
+
+def test_a_reset_that_fails_half_way_says_that_it_must_be_run_again(make_job: MakeJob) -> None:
+    class NoRight(Reset):
+        async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[Any, int]) -> None:
+            raise BrokerUnavailable("the group may not be written.")
+
+    async def work(wire: KafkaWire, admin: TopicAdmin) -> None:
+        reset = NoRight(job.topology, replace(job.settings, state_dir=job.state_dir("a")), wire, admin)
+        await reset.run(await reset.look(), None)
+
+    job = make_job()
+    job.send(distinct(0, 10))
+    job.finish()
+    with pytest.raises(
+        BrokerUnavailable, match="not be written. The reset has begun: run the same `dedup reset` again"
+    ):
+        on_cluster(job.settings, "test", work)
+    assert job.start().wait() == 3
+    dedup(job, "reset", "--yes")
+    job.finish()
+    assert set(output_ids(job).values()) == {2}
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "repartitioned"])
@@ -388,3 +438,24 @@ def test_what_says_that_there_was_a_reset_or_a_replay_outlasts_the_retention_of_
         report = verify(job.topology, job.settings)
         assert report.passed, report.samples
         assert WHY_RESET in report.not_provable
+
+
+@pytest.mark.long
+def test_where_a_reset_begins_outlasts_the_retention_of_offsets(make_job: MakeJob, tmp_path: Path) -> None:
+    """Was: the repartition tasks began at the start of the source, and everything went out again."""
+    shortest = {"offsets.retention.minutes": "1", "offsets.retention.check.interval.ms": "500"}
+    with EmbeddedKafka(data_dir=tmp_path / "kafka", properties=shortest) as kafka:
+        running = RunningKafka(kafka.bootstrap)
+        job = make_job(kafka=running, admin=admin_of(kafka.bootstrap), document={"source": {"topics": ["begins"]}})
+        job.send(distinct(0, 10))
+        job.finish()
+        dedup(job, "reset", "--yes", "--to", "latest")
+        other = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "other", "log_level": 0})
+        other.commit(offsets=[TopicPartition("begins", 0, 1)], asynchronous=False)
+        until(
+            lambda: other.committed([TopicPartition("begins", 0)], timeout=30)[0].offset < 0, "it expires", within_s=180
+        )
+        other.close()
+        job.send(distinct(10, 20))
+        job.finish()
+        assert output_ids(job) == Counter(f"x-{number}" for number in range(20))

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from confluent_kafka.cimpl import NewPartitions
 
 from dedup.verify.verifier import verify
 from tests.brokers import read_all
@@ -32,9 +31,7 @@ def hopping(make_job: MakeJob, name: str, partitions: int, **more: Any) -> Job:
 def grow(job: Job, partitions: int) -> None:
     """The source topic has so many partitions from now on, and all of them have a leader."""
     (topic,) = job.topology.source.topics
-    for future in job.admin.client.create_partitions([NewPartitions(topic, partitions)]).values():
-        future.result(timeout=30)
-    job.admin.until_led(topic, partitions)
+    job.admin.add_partitions(topic, partitions)
     job.partitions = partitions
     # The producer, which all tests share, learns of them at once.
     until(lambda: len(job.producer.list_topics(topic, 30).topics[topic].partitions) == partitions, "they are known")

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
-from confluent_kafka.cimpl import NewPartitions
 
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job
@@ -73,8 +72,7 @@ def test_f35_changelog_emptied_and_no_local_state(done: Job) -> None:
 
 def test_f35_changelog_with_another_partition_count(done: Job) -> None:
     before = tree(done.state_dir("a"))
-    for future in done.admin.client.create_partitions([NewPartitions(done.topology.changelog_topic, 3)]).values():
-        future.result(timeout=30)
+    done.admin.add_partitions(done.topology.changelog_topic, 3)
     done.refused(code=INCOMPATIBLE, says="has 3 partitions")
     assert tree(done.state_dir("a")) == before
 
@@ -154,8 +152,7 @@ def test_f18_partitions_added_to_the_source(job: Job) -> None:
     job.send(workload(35, 500))
     worker = job.start("a", "metadata_every=300")
     job.until_done()
-    for future in job.admin.client.create_partitions([NewPartitions(job.topology.source.topics[0], 3)]).values():
-        future.result(timeout=30)
+    job.admin.add_partitions(job.topology.source.topics[0], 3)
     assert worker.wait() == INCOMPATIBLE, worker.log
     assert "partitions" in worker.log
     job.refused(code=INCOMPATIBLE, says="has 3")

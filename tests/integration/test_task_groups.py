@@ -115,6 +115,20 @@ def test_the_layout_changes_and_state_and_offsets_stay(make_job: MakeJob) -> Non
     job.judge()
 
 
+def test_a_change_of_the_layout_with_a_wrong_source_changes_nothing(make_job: MakeJob) -> None:
+    """Was: a traceback, and workers took the change for interrupted."""
+    job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
+    job.finish()
+    right = job.topology_file.read_text(encoding="utf-8")
+    wrong = json.loads(right)
+    wrong["source"]["topics"] = [f"{job.name}-misnamed"]
+    job.topology_file.write_text(json.dumps(wrong | {"transactions": {"partitions": 4}}), encoding="utf-8")
+    assert "Nothing was changed; correct `source.topics`" in dedup(job, "layout", "--apply", code=3)
+    job.topology_file.write_text(right, encoding="utf-8")
+    assert "interrupted" not in dedup(job, "layout")
+    job.finish()
+
+
 @pytest.mark.parametrize("at", ["after_changing:1", "after_fence:3"])
 def test_a_change_is_killed_and_run_again(make_job: MakeJob, at: str) -> None:
     job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)

@@ -10,7 +10,6 @@ import signal
 from collections import Counter
 
 import pytest
-from confluent_kafka.cimpl import NewPartitions
 
 from tests.brokers import read_all
 from tests.integration.conftest import MakeJob
@@ -90,9 +89,7 @@ def test_f72_partitions_added_to_the_source(job: Job, freeze: bool) -> None:
     job.until_done()
     if freeze:
         frozen(worker)
-    for future in job.admin.client.create_partitions([NewPartitions(job.topology.source.topics[0], 3)]).values():
-        future.result(timeout=30)
-    job.admin.until_led(job.topology.source.topics[0], 3)
+    job.admin.add_partitions(job.topology.source.topics[0], 3)
     # A producer that knows of the third partition sends most IDs elsewhere, also among the first two.
     job.send([Event(1 - event.partition, event.value, event.timestamp_ms) for event in events])
     worker.signal(signal.SIGCONT)
