@@ -242,6 +242,16 @@ class Job:
         if met:
             raise met[0]
 
+    def grow(self, partitions: int) -> None:
+        """The source topic has so many partitions from now on, and all of them have a leader."""
+        (topic,) = self.topology.source.topics
+        self.admin.add_partitions(topic, partitions)
+        self.partitions = partitions
+        # The producer, which all tests share, learns of them at once.
+        until(
+            lambda: len(self.producer.list_topics(topic, 30).topics[topic].partitions) == partitions, "they are known"
+        )
+
     # Workers.
 
     def start(

@@ -28,15 +28,6 @@ def hopping(make_job: MakeJob, name: str, partitions: int, **more: Any) -> Job:
     return make_job(partitions=partitions, document={"source": source, **more}, config={"commit_interval": "20ms"})
 
 
-def grow(job: Job, partitions: int) -> None:
-    """The source topic has so many partitions from now on, and all of them have a leader."""
-    (topic,) = job.topology.source.topics
-    job.admin.add_partitions(topic, partitions)
-    job.partitions = partitions
-    # The producer, which all tests share, learns of them at once.
-    until(lambda: len(job.producer.list_topics(topic, 30).topics[topic].partitions) == partitions, "they are known")
-
-
 def events_of(seed: int, count: int, partitions: int, after: int = 0) -> list[Event]:
     """Return ``count`` events of a workload, without the first ``after``, whose IDs may be in any partition."""
     return workload(seed, after + count, partitions=partitions, scattered=True)[after:]
@@ -50,7 +41,7 @@ def test_a_source_grows_under_load(make_job: MakeJob, size: int) -> None:
         one, two = job.start("a"), job.start("b")
         with job.stream(events_of(70, 6_000, 6), per_s=1_500):
             job.until_progress(500)
-            grow(job, 13)
+            job.grow(13)
         with job.stream(events_of(71, 60_000, 13, after=6_000), per_s=1_500):
             until(lambda: begun(job) == set(range(13)), lambda: f"all of them are read: {job.logs()}")
             two.signal(signal.SIGKILL)
@@ -71,7 +62,7 @@ def test_stream_time_does_not_wait_for_a_new_partition_and_then_counts_it(make_j
     job.send(events_of(72, 2_000, 1))
     worker = job.start()
     job.until_done()
-    grow(job, 3)
+    job.grow(3)
     # Partition 1 is as far as the first one; partition 2 is ten seconds behind and then catches up.
     behind = [
         Event(1 + number % 2, each.value, each.timestamp_ms)
@@ -94,7 +85,7 @@ def test_a_new_partition_begins_at_its_first_record_even_with_start_latest(make_
     worker = job.start()
     worker.until_logged("running from offset", times=2)
     worker.signal(signal.SIGSTOP)
-    grow(job, 2)
+    job.grow(2)
     job.send([Event(1, each.value, each.timestamp_ms) for each in distinct(100, 300)])
     worker.signal(signal.SIGCONT)
     job.until_done()
@@ -109,7 +100,7 @@ def test_a_worker_frozen_through_the_growth_goes_on(make_job: MakeJob) -> None:
         zombie = job.start("zombie", "freeze_in_commit=3")
         until(lambda: zombie.frozen, lambda: f"it is frozen: {zombie.log}")
         until(lambda: members(job) == 0, "the group has given it up")
-        grow(job, 5)
+        job.grow(5)
         heir = job.start("heir")
         job.send(events_of(76, 2_000, 5, after=1_000))
         job.until_done()
@@ -126,7 +117,7 @@ def test_a_reset_begins_with_all_partitions(make_job: MakeJob) -> None:
     job.send(distinct(0, 100))
     worker = job.start()
     job.until_done()
-    grow(job, 4)
+    job.grow(4)
     job.send([Event(3, each.value, each.timestamp_ms) for each in distinct(100, 200)])
     job.until_done()
     assert worker.stop() == 0, worker.log
