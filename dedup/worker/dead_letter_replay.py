@@ -148,7 +148,7 @@ class Remaining:
         return Remaining(left, rest if done else [(next_offset, after), *rest])
 
 
-class Sorted(NamedTuple):
+class Chosen(NamedTuple):
     """The records of one fetch: which to send where, which are left, and what remains."""
 
     lines: dict[TopicPartition, list[Line]]
@@ -308,14 +308,14 @@ class Replay:
             for answer in await fetcher.poll([side]):
                 if len(remaining.unread) != spans or answer.begun != remaining.unread[0][0]:
                     break  # the previous response has reached the end of the span or the limit
-                found = self._sorted(side, answer, remaining)
+                found = self._chosen(side, answer, remaining)
                 await self._send(session, side, found)
                 if found.full:
                     return None
                 remaining = found.remaining
         return remaining
 
-    async def _send(self, session: Session, side: TopicPartition, found: Sorted) -> None:
+    async def _send(self, session: Session, side: TopicPartition, found: Chosen) -> None:
         """Send the records of one fetch, and commit the transaction."""
         single = 1 if side in self.refused else None
         compression = self.settings.topics.compression
@@ -326,7 +326,7 @@ class Replay:
         self.done.sent += sum(map(len, found.lines.values()))
         self.told |= {f"{side}/{offset}": why for offset, why in found.told.items()}
 
-    def _sorted(self, side: TopicPartition, answer: Answer, remaining: Remaining) -> Sorted:
+    def _chosen(self, side: TopicPartition, answer: Answer, remaining: Remaining) -> Chosen:
         """Decide which records of a fetch are sent."""
         columns, after = answer.columns, remaining.unread[0][1]
         most = None if self.plan.limit is None else self.plan.limit - self.done.sent
@@ -337,7 +337,7 @@ class Replay:
             if offset >= after:
                 break
             if count == most:
-                return Sorted(lines, told, remaining.after_reading(left, offset), full=False)
+                return Chosen(lines, told, remaining.after_reading(left, offset), full=False)
             found = self._line(side, columns, row)
             if not isinstance(found, Unsent):
                 target, line = found
@@ -350,10 +350,10 @@ class Replay:
                 more = with_left(left, offset, min(following, after))
                 if not remaining.after_reading(more, min(following, after)).fits:
                     told[offset] = self._full()
-                    return Sorted(lines, told, remaining.after_reading(left, offset), full=True)
+                    return Chosen(lines, told, remaining.after_reading(left, offset), full=True)
                 left = more
             told[offset] = found.why
-        return Sorted(lines, told, remaining.after_reading(left, min(answer.next_offset, after)), full=False)
+        return Chosen(lines, told, remaining.after_reading(left, min(answer.next_offset, after)), full=False)
 
     def _full(self) -> str:
         return (

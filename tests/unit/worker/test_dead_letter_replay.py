@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dedup.errors import CommitUnknown, DedupError, TaskMigrated
 from dedup.kafka.consumer import Answer
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import TopicPartition
+from dedup.kafka.wire import CommittedOffset, LogBounds, TopicPartition
 from dedup.settings import Settings
 from dedup.topology.parse import parse
 from dedup.worker.dead_letter_replay import MOST_NOTE_BYTES, Remaining, Replay, left_in, note_of, replay_plan, with_left
@@ -71,21 +72,21 @@ def test_spans_that_adjoin_are_one() -> None:
 
 def test_what_was_left_stays_left_until_it_is_sent() -> None:
     remaining = Remaining([], [(10, 100)])
-    found = replay()._sorted(SIDE, answer({10: 0, 11: 5, 13: 5, 14: 1}, 16), remaining)
+    found = replay()._chosen(SIDE, answer({10: 0, 11: 5, 13: 5, 14: 1}, 16), remaining)
     assert sum(map(len, found.lines.values())) == 2
     assert sorted(found.told) == [11, 13]
     position = found.remaining.position
     assert (position.offset, left_in(position.note)) == (16, [(11, 14)])
     # The next replay reads the left ones first; one of them can be sent now.
     remaining = Remaining([], [*left_in(position.note), (16, 100)])
-    found = replay()._sorted(SIDE, answer({11: 0, 13: 5, 14: 1}, 16), remaining)
+    found = replay()._chosen(SIDE, answer({11: 0, 13: 5, 14: 1}, 16), remaining)
     assert [len(lines) for lines in found.lines.values()] == [1]
     assert found.remaining == Remaining([(13, 14)], [(16, 100)])
     assert found.remaining.position.offset == 16
 
 
 def test_a_limit_leaves_the_rest_of_a_span_unread() -> None:
-    found = replay(limit=1)._sorted(SIDE, answer({11: 0, 12: 0, 13: 0}, 20), Remaining([], [(11, 14), (16, 100)]))
+    found = replay(limit=1)._chosen(SIDE, answer({11: 0, 12: 0, 13: 0}, 20), Remaining([], [(11, 14), (16, 100)]))
     assert found.remaining == Remaining([], [(12, 14), (16, 100)])
     assert left_in(found.remaining.position.note) == [(12, 14)]
 
@@ -93,7 +94,7 @@ def test_a_limit_leaves_the_rest_of_a_span_unread() -> None:
 def test_a_replay_stops_before_the_left_records_that_its_position_cannot_name() -> None:
     # Every second letter came from a partition that is gone, so no two of them adjoin.
     letters = {offset: 5 if offset % 2 else 0 for offset in range(4_000)}
-    found = replay()._sorted(SIDE, answer(letters, 4_000), Remaining([], [(0, 4_000)]))
+    found = replay()._chosen(SIDE, answer(letters, 4_000), Remaining([], [(0, 4_000)]))
     assert found.full
     position = found.remaining.position
     assert MOST_NOTE_BYTES - 20 < len(position.note) <= MOST_NOTE_BYTES
@@ -109,7 +110,37 @@ def test_a_full_position_can_be_read_again() -> None:
     left = [(2 * number + 1, 2 * number + 2) for number in range(MOST_NOTE_BYTES // 4 - 2)]
     remaining = Remaining([], [*left, (10_000, 20_000)])
     for first, _ in left:
-        found = replay()._sorted(SIDE, answer({first: 5}, first + 1), remaining)
+        found = replay()._chosen(SIDE, answer({first: 5}, first + 1), remaining)
         assert not found.full
         remaining = found.remaining
     assert remaining == Remaining(left, [(10_000, 20_000)])
+
+
+class Broker:
+    """Knows a topic with records and no offset of any group."""
+
+    async def bounds(self, _place: TopicPartition) -> LogBounds:
+        return LogBounds(0, 5)
+
+    async def committed_offset(self, _group: str, _place: TopicPartition, *, stable: bool) -> CommittedOffset:
+        del stable
+        return CommittedOffset(0, None)
+
+
+@pytest.mark.parametrize("error", [TaskMigrated("fenced"), CommitUnknown("no answer")])
+async def test_only_a_replay_that_is_fenced_is_told_of_another_one(
+    monkeypatch: pytest.MonkeyPatch, error: TaskMigrated
+) -> None:
+    async def insist(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Replay, "_insist", insist)
+    made = replay()
+    made.cluster, made.wire = Cluster({SIDE.topic: Topic(SIDE.topic, "2", 1)}), cast("Any", Broker())
+    with pytest.raises(DedupError) as raised:
+        await made.run()
+    if isinstance(error, CommitUnknown):
+        assert raised.value is error
+    else:
+        assert str(raised.value).startswith("another `dedup replay` of 't' has taken over out.dead-letter/0. This one")
+        assert "worker" not in str(raised.value)
