@@ -17,7 +17,7 @@ sent until the user says where to begin. The replay mark names the records that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
@@ -113,6 +113,22 @@ class ReplayPlan:
     """Where to begin if the broker has forgotten a position; None makes a forgotten position an error."""
 
 
+def rows_in(spans: Sequence[Span], answer: Answer) -> Iterator[tuple[int, int, int]]:
+    """Yield each row of a fetch that is in one of the spans, with its offset and the offset of what follows the row.
+
+    Nothing but markers and aborted records lies between two rows.
+    """
+    offsets, at = answer.columns.offsets, 0
+    for row, offset in enumerate(offsets):
+        while at < len(spans) and spans[at][1] <= offset:
+            at += 1
+        if at == len(spans):
+            return
+        if spans[at][0] <= offset:
+            following = offsets[row + 1] if row + 1 < len(offsets) else answer.next_offset
+            yield row, offset, min(following, spans[at][1])
+
+
 class Unsent(NamedTuple):
     """Why a record is not sent."""
 
@@ -142,10 +158,10 @@ class Remaining:
         return len(self.position.note) <= most
 
     def after_reading(self, left: list[Span], next_offset: int) -> Remaining:
-        """Return what remains once the first unread span is read up to ``next_offset``."""
-        (_, after), rest = self.unread[0], self.unread[1:]
-        done = next_offset >= after and rest  # the last span stays, because it is the position
-        return Remaining(left, rest if done else [(next_offset, after), *rest])
+        """Return what remains once everything below ``next_offset`` is read."""
+        *earlier, (first, end) = self.unread
+        spans = [(max(begun, next_offset), after) for begun, after in earlier if next_offset < after]
+        return Remaining(left, [*spans, (max(first, min(next_offset, end)), end)])
 
 
 class Chosen(NamedTuple):
@@ -283,11 +299,10 @@ class Replay:
         )
         await session.open()
         # The position is always committed, so that `offsets.retention.minutes` is counted from now on.
-        remaining: Remaining | None = await self._begin(session, side, end)
+        remaining = await self._begin(session, side, end)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         try:
-            while remaining is not None and self._wants_more(remaining):
-                remaining = await self._span(fetcher, session, side, remaining)
+            await self._read(fetcher, session, side, remaining)
             reached, _ = await self._known(side, stable=True)
             await self._set_mark(side, reached or Position(0))
         finally:
@@ -298,22 +313,21 @@ class Replay:
         first, after = remaining.unread[0]
         return first < after and (self.plan.limit is None or self.done.sent < self.plan.limit)
 
-    async def _span(
-        self, fetcher: FeedFetcher, session: Session, side: TopicPartition, remaining: Remaining
-    ) -> Remaining | None:
-        """Send the records of the first unread span, and return what remains, or None if the partition ends here."""
-        spans = len(remaining.unread)
-        fetcher.begin(side, remaining.unread[0][0])
-        while len(remaining.unread) == spans and self._wants_more(remaining):
+    async def _read(self, fetcher: FeedFetcher, session: Session, side: TopicPartition, remaining: Remaining) -> None:
+        """Read what remains, and send it, up to the plan's limit or until the note is full."""
+        at = -1
+        while self._wants_more(remaining):
+            if at != remaining.unread[0][0]:
+                at = remaining.unread[0][0]
+                fetcher.begin(side, at)
             for answer in await fetcher.poll([side]):
-                if len(remaining.unread) != spans or answer.begun != remaining.unread[0][0]:
-                    break  # the previous response has reached the end of the span or the limit
                 found = self._chosen(side, answer, remaining)
                 await self._send(session, side, found)
                 if found.full:
-                    return None
-                remaining = found.remaining
-        return remaining
+                    return
+                remaining, at = found.remaining, answer.next_offset
+                if at != remaining.unread[0][0] or not self._wants_more(remaining):
+                    break
 
     async def _send(self, session: Session, side: TopicPartition, found: Chosen) -> None:
         """Send the records of one fetch, and commit the transaction."""
@@ -328,32 +342,27 @@ class Replay:
 
     def _chosen(self, side: TopicPartition, answer: Answer, remaining: Remaining) -> Chosen:
         """Decide which records of a fetch are sent."""
-        columns, after = answer.columns, remaining.unread[0][1]
         most = None if self.plan.limit is None else self.plan.limit - self.done.sent
         lines: dict[TopicPartition, list[Line]] = {}
         told: dict[int, str] = {}
         left, count = remaining.left, 0
-        for row, offset in enumerate(columns.offsets):
-            if offset >= after:
-                break
+        for row, offset, following in rows_in(remaining.unread, answer):
             if count == most:
                 return Chosen(lines, told, remaining.after_reading(left, offset), full=False)
-            found = self._line(side, columns, row)
+            found = self._line(side, answer.columns, row)
             if not isinstance(found, Unsent):
                 target, line = found
                 lines.setdefault(target, []).append(line)
                 count += 1
                 continue
             if found.again:
-                # Nothing but markers and aborted records lies between two rows.
-                following = columns.offsets[row + 1] if row + 1 < len(columns.offsets) else answer.next_offset
-                more = with_left(left, offset, min(following, after))
-                if not remaining.after_reading(more, min(following, after)).fits:
+                more = with_left(left, offset, following)
+                if not remaining.after_reading(more, following).fits:
                     told[offset] = self._full()
                     return Chosen(lines, told, remaining.after_reading(left, offset), full=True)
                 left = more
             told[offset] = found.why
-        return Chosen(lines, told, remaining.after_reading(left, min(answer.next_offset, after)), full=False)
+        return Chosen(lines, told, remaining.after_reading(left, answer.next_offset), full=False)
 
     def _full(self) -> str:
         return (

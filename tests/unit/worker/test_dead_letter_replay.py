@@ -114,6 +114,12 @@ def test_a_full_position_can_be_read_again() -> None:
         assert not found.full
         remaining = found.remaining
     assert remaining == Remaining(left, [(10_000, 20_000)])
+    # One fetch is enough for all of them; what lies between was sent before.
+    letters = dict.fromkeys(range(left[-1][1]), 5)
+    assert (
+        replay()._chosen(SIDE, answer(letters, left[-1][1]), Remaining([], [*left, (10_000, 20_000)])).remaining
+        == remaining
+    )
 
 
 class Broker:
