@@ -110,6 +110,7 @@ def apply(
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
         plan = await _plan(parsed, settings, admin)
+        await applying.refuse_plan(parsed, plan, wire, admin)
         if not as_json:
             _print_plan(plan, dry_run=dry_run)
         if not dry_run:

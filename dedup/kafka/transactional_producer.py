@@ -426,7 +426,8 @@ class Session:
         answer = f"{self.transactional_id}: {name} answered {for_code(code).__name__}"
         if code in FENCED:
             return TaskMigrated(
-                f"{answer}. Another owner has the partition; this task is discarded and the worker rejoins the group."
+                f"{answer}. Another owner has the partition: another worker, or the same command run a second time. "
+                "The open transaction of this process is aborted."
             )
         if code in EPOCH_OVER or code == -1:
             return CommitUnknown(f"{answer}; the epoch is over.")

@@ -202,6 +202,24 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
         directories.setdefault(directory, stage.name)
 
 
+def _shared_dead_letters(topology: Topology, other: Topology) -> str:
+    """Say what happens to the dead letters of two topologies in one topic.
+
+    A dead letter names its source record, but not the topology that wrote the dead letter.
+    """
+    both = ", ".join(name for name in topology.source.topics if name in other.source.topics)
+    effect = "`dedup replay` skips those, but `dedup verify` reports them as records without a source."
+    if both:
+        effect = (
+            f"Both topologies read {both}: `dedup replay` of each one sends the dead letters of both that came from "
+            "there, and `dedup verify` reports them as duplicated."
+        )
+    return (
+        f"dead_letter: {topology.dead_letter} also receives the dead letters of {other.name}. {effect} Give each "
+        "its own topic."
+    )
+
+
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     """Yield a finding for each pair of topologies that write to the same topics."""
     topologies = _stages(files, Topology)
@@ -213,11 +231,7 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
                 continue  # `_taken_twice` reports the equal names, which cause the equal topics
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
-                text = (
-                    f"dead_letter: {names} also receives the dead letters of {other.name}. `dedup replay` skips those, "
-                    f"but `dedup verify` reports them as records without a source. Give each its own topic."
-                )
-                yield file, warning("shared_dead_letters", text)
+                yield file, warning("shared_dead_letters", _shared_dead_letters(topology, other))
             else:
                 text = (
                     f"{names}: written by {other.name}, too. An ID that both judge is forwarded twice, and neither "

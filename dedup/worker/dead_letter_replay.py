@@ -2,34 +2,46 @@
 
 A dead letter is sent to its source partition, where it is judged like any other record. If a late record were sent back
 to its source, it would only be late again, so it is sent to the output instead. The header `dedup-verdict` marks such a
-record, which dedup's guarantee does not cover. A record that cannot be sent, for example because only its digest was
-kept, is reported and stays in its topic.
+record, which dedup's guarantee does not cover. A record that cannot be sent is reported and stays in its topic.
 
 The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
+The position's metadata names the records before the position that were left but could be sent later, such as a record
+that is larger than the source topic accepts. Each replay tries these records again.
+
 The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
 cannot prevent that. Therefore, each replay also commits a replay mark, which does not expire, to the group
 `NAME.replay-mark`. The replay mark's commit is not transactional. If there is a replay mark but no position, nothing is
-sent until the user says where to begin.
+sent until the user says where to begin. The replay mark names the records that were left, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from dedup.core.event_time import RecordTime
 from dedup.core.partitioner import partitions
-from dedup.errors import CommitUnknown, Problem, RecordRefused, SettingsError, StateIncompatible
+from dedup.errors import (
+    CommitUnknown,
+    DedupError,
+    Problem,
+    RecordRefused,
+    SettingsError,
+    StateIncompatible,
+    TaskMigrated,
+)
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Group
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
+from dedup.quantities import counted
 from dedup.settings import Settings
 from dedup.topology.model import Topology, extractor_of
-from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker.offsets import bounds_of, committed_position
 from dedup.worker.record_collector import DETAIL, REASON, REPLAYED, SOURCE, TIMESTAMP, VERDICT
 from dedup.worker.topics import Cluster
 
@@ -40,6 +52,44 @@ Begin = Literal["last", "start"]
 """
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
+_AGAIN: Final = "the next replay tries it again"
+_NOTE: Final = re.compile(r"left=(\d+\+\d+(?:,\d+\+\d+)*)")
+MOST_NOTE_BYTES: Final = 3_900
+"""The length at which a note takes no further records. Brokers accept 4,096 bytes by default
+(`offset.metadata.max.bytes`).
+"""
+_SPLIT_BYTES: Final = 100
+"""The number of bytes by which a note may grow for a while, because part of a span is already read again."""
+Span = tuple[int, int]
+"""The first offset of some records, and the offset after the last one."""
+
+
+def note_of(left: Iterable[Span]) -> str:
+    """Return the note that names the left records: for each span, the distance from the previous one and the length."""
+    parts, reached = [], 0
+    for first, after in left:
+        parts.append(f"{first - reached}+{after - first}")
+        reached = after
+    return f"left={','.join(parts)}" if parts else ""
+
+
+def left_in(note: str) -> list[Span]:
+    """Return the spans that a note names, or none if the offset was set by hand or by an older release."""
+    found = _NOTE.fullmatch(note)
+    left: list[Span] = []
+    reached = 0
+    for part in found[1].split(",") if found else ():
+        distance, length = map(int, part.split("+"))
+        left.append((reached + distance, reached + distance + length))
+        reached += distance + length
+    return left
+
+
+def with_left(left: Sequence[Span], first: int, after: int) -> list[Span]:
+    """Return the spans with one more at their end, which is merged into the last one if the two adjoin."""
+    if left and left[-1][1] == first:
+        return [*left[:-1], (left[-1][0], after)]
+    return [*left, (first, after)]
 
 
 @dataclass(slots=True)
@@ -63,6 +113,68 @@ class ReplayPlan:
     """Where to begin if the broker has forgotten a position; None makes a forgotten position an error."""
 
 
+def rows_in(spans: Sequence[Span], answer: Answer) -> Iterator[tuple[int, int, int]]:
+    """Yield each row of a fetch that is in one of the spans, with its offset and the offset of what follows the row.
+
+    Nothing but markers and aborted records lies between two rows.
+    """
+    offsets, at = answer.columns.offsets, 0
+    for row, offset in enumerate(offsets):
+        while at < len(spans) and spans[at][1] <= offset:
+            at += 1
+        if at == len(spans):
+            return
+        if spans[at][0] <= offset:
+            following = offsets[row + 1] if row + 1 < len(offsets) else answer.next_offset
+            yield row, offset, min(following, spans[at][1])
+
+
+class Unsent(NamedTuple):
+    """Why a record is not sent."""
+
+    why: str
+    again: bool = False
+    """Whether the record could be sent later, so that the next replay tries it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What a replay still has to do in a partition."""
+
+    left: list[Span]
+    """The records that this replay has read and left, and that the next replay tries again."""
+    unread: list[Span]
+    """What is still to be read: records that earlier replays left, and last, everything from the position on."""
+
+    @property
+    def position(self) -> Position:
+        """The position to commit, whose note names all left records."""
+        return Position(self.unread[-1][0], note=note_of([*self.left, *self.unread[:-1]]))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the broker accepts the position's note."""
+        most = MOST_NOTE_BYTES + (_SPLIT_BYTES if len(self.unread) > 1 else 0)
+        return len(self.position.note) <= most
+
+    def after_reading(self, left: list[Span], next_offset: int) -> Remaining:
+        """Return what remains once everything below ``next_offset`` is read."""
+        *earlier, (first, end) = self.unread
+        spans = [(max(begun, next_offset), after) for begun, after in earlier if next_offset < after]
+        return Remaining(left, [*spans, (max(first, min(next_offset, end)), end)])
+
+
+class Chosen(NamedTuple):
+    """The records of one fetch: which to send where, which are left, and what remains."""
+
+    lines: dict[TopicPartition, list[Line]]
+    told: dict[int, str]
+    """Maps the offset of each record that is not sent to the reason."""
+    remaining: Remaining
+    full: bool
+    """Whether the replay of the partition ends here, because the note cannot name more left records."""
+
+
 @dataclass(slots=True)
 class Replay:
     """Replays the dead-letter topic or the late topic, one partition after another."""
@@ -75,20 +187,22 @@ class Replay:
     done: Replayed = field(init=False, default_factory=Replayed)
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
     """Maps each partition to a mapping from the offset of each refused record to the reason for the refusal."""
+    told: dict[str, str] = field(init=False, default_factory=dict)
+    """Maps the position of each record that is not sent to the reason; an attempt that is repeated changes nothing."""
 
     async def run(self) -> Replayed:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
         say where to begin. Raises SettingsError if the plan says where to begin although the broker still has all
-        positions.
+        positions. Raises DedupError if another replay takes over.
         """
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places
         known = [await self._known(side, stable=False) for side in sides]
         places = zip(sides, known, strict=True)
         # A replay mark without a position means that the broker has forgotten the position.
-        forgotten = {side: mark for side, (position, mark) in places if position is None and mark is not None}
+        forgotten = {side: mark.offset for side, (position, mark) in places if position is None and mark is not None}
         if forgotten and self.plan.begin is None:
             raise self._refusal(forgotten)
         if self.plan.begin is not None and not forgotten:
@@ -96,18 +210,32 @@ class Replay:
             raise SettingsError([Problem("--from", why)])
         for side in sides:
             end = (await bounds_of(self.wire, side)).end
-            await self._insist(side, end)
+            try:
+                await self._insist(side, end)
+            except CommitUnknown:
+                raise
+            except TaskMigrated as error:
+                raise self._overtaken(side) from error
+        self.done.left = [f"{place}: {why}" for place, why in self.told.items()]
         return self.done
 
-    async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[int | None, int | None]:
+    async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[Position | None, Position | None]:
         """Return a partition's committed replay position and its replay mark."""
-        position = await committed_offset(self.wire, self.topology.replay_group, side, stable=stable)
-        return position, await committed_offset(self.wire, self.topology.replay_mark_group, side, stable=False)
+        position = await committed_position(self.wire, self.topology.replay_group, side, stable=stable)
+        return position, await committed_position(self.wire, self.topology.replay_mark_group, side, stable=False)
 
-    async def _set_mark(self, side: TopicPartition, offset: int) -> None:
-        await Group(self.wire, self.topology.replay_mark_group).set_offsets({side: offset}, for_ever=True)
+    async def _set_mark(self, side: TopicPartition, position: Position) -> None:
+        group = Group(self.wire, self.topology.replay_mark_group)
+        await group.set_offsets({side: position.offset}, note=position.note, for_ever=True)
 
-    def _refusal(self, forgotten: Mapping[TopicPartition, int | None]) -> StateIncompatible:
+    def _overtaken(self, side: TopicPartition) -> DedupError:
+        return DedupError(
+            f"another `dedup replay` of {self.topology.name!r} has taken over {side}. This one has sent "
+            f"{counted(self.done.sent, 'record')} and stopped; no record was sent twice. When the other one has "
+            f"ended, run `dedup replay` again to send what remains."
+        )
+
+    def _refusal(self, forgotten: Mapping[TopicPartition, int]) -> StateIncompatible:
         places = ", ".join(f"{side} from offset {mark}" for side, mark in forgotten.items())
         where = "the output" if self.plan.output else "the source topics"
         return StateIncompatible(
@@ -119,23 +247,28 @@ class Replay:
             f"is still in {self.plan.topic} again, add `--from start`."
         )
 
-    async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Commit the position and the replay mark, and return the offset at which the replay begins."""
+    async def _begin(self, session: Session, side: TopicPartition, end: int) -> Remaining:
+        """Commit the position and the replay mark, and return what the replay has to read."""
         # The position is read in the new epoch, because an earlier replay may have been killed during a commit.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
         if position is None and mark is not None:
             if self.plan.begin is None:
-                raise self._refusal({side: mark})
-            position = mark if self.plan.begin == "last" else start
-        gone = f"{side}/{position} to {start - 1}: deleted by retention"
-        if position is not None and position < start and gone not in self.done.left:
-            self.done.left.append(gone)
-        begun = max(position or 0, start)
+                raise self._refusal({side: mark.offset})
+            position = mark if self.plan.begin == "last" else Position(start)
+        first = start if position is None else position.offset
+        earlier = [] if position is None else left_in(position.note)
+        for begun, after in [*earlier, (first, start)]:
+            if begun < min(after, start):
+                self.told.setdefault(f"{side}/{begun} to {min(after, start) - 1}", "deleted by retention")
+        first = max(first, start)
+        # A topic that was recreated may end before the position.
+        spans = [(max(begun, start), min(after, end)) for begun, after in earlier]
+        remaining = Remaining([], [*(span for span in spans if span[0] < span[1]), (first, max(first, end))])
         # The position is committed first, because a mark without a position means that the position was forgotten.
-        await session.commit({side: Position(begun)})
-        await self._set_mark(side, begun)
-        return begun
+        await session.commit({side: remaining.position})
+        await self._set_mark(side, remaining.position)
+        return remaining
 
     async def _insist(self, side: TopicPartition, end: int) -> None:
         unknown = 0
@@ -152,7 +285,7 @@ class Replay:
                 # From now on, each batch contains one record, so that the response identifies a refused record.
                 found = self.refused.setdefault(side, {})
                 if len(refused.rows) == 1:
-                    found[refused.rows[0]] = "its target topic refuses it"
+                    found[refused.rows[0]] = _why_refused(refused)
             else:
                 return
 
@@ -166,64 +299,99 @@ class Replay:
         )
         await session.open()
         # The position is always committed, so that `offsets.retention.minutes` is counted from now on.
-        position = await self._begin(session, side)
+        remaining = await self._begin(session, side, end)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
-        fetcher.begin(side, position)
         try:
-            while position < end and (self.plan.limit is None or self.done.sent < self.plan.limit):
-                for answer in await fetcher.poll([side]):
-                    position = await self._send(session, side, answer, end)
-            # The mark is not set past the committed position, so that the next replay reports unsendable records again.
+            await self._read(fetcher, session, side, remaining)
             reached, _ = await self._known(side, stable=True)
-            await self._set_mark(side, reached or 0)
+            await self._set_mark(side, reached or Position(0))
         finally:
             fetcher.forget()
             await session.drop()
 
-    async def _send(self, session: Session, side: TopicPartition, answer: Answer, end: int) -> int:
-        """Send the records of one fetch, commit the transaction, and return the next offset."""
-        columns = answer.columns
+    def _wants_more(self, remaining: Remaining) -> bool:
+        first, after = remaining.unread[0]
+        return first < after and (self.plan.limit is None or self.done.sent < self.plan.limit)
+
+    async def _read(self, fetcher: FeedFetcher, session: Session, side: TopicPartition, remaining: Remaining) -> None:
+        """Read what remains, and send it, up to the plan's limit or until the note is full."""
+        at = -1
+        while self._wants_more(remaining):
+            if at != remaining.unread[0][0]:
+                at = remaining.unread[0][0]
+                fetcher.begin(side, at)
+            for answer in await fetcher.poll([side]):
+                found = self._chosen(side, answer, remaining)
+                await self._send(session, side, found)
+                if found.full:
+                    return
+                remaining, at = found.remaining, answer.next_offset
+                if at != remaining.unread[0][0] or not self._wants_more(remaining):
+                    break
+
+    async def _send(self, session: Session, side: TopicPartition, found: Chosen) -> None:
+        """Send the records of one fetch, and commit the transaction."""
+        single = 1 if side in self.refused else None
+        compression = self.settings.topics.compression
+        for target, part in sorted(found.lines.items()):
+            session.add(fill(target, part, compression=compression, most_rows=single))
+        # The position is committed even if no record was sent, because its note then names more left records.
+        await session.commit({side: found.remaining.position})
+        self.done.sent += sum(map(len, found.lines.values()))
+        self.told |= {f"{side}/{offset}": why for offset, why in found.told.items()}
+
+    def _chosen(self, side: TopicPartition, answer: Answer, remaining: Remaining) -> Chosen:
+        """Decide which records of a fetch are sent."""
         most = None if self.plan.limit is None else self.plan.limit - self.done.sent
         lines: dict[TopicPartition, list[Line]] = {}
-        left: list[str] = []
-        count, next_offset = 0, answer.next_offset
-        for row, offset in enumerate(columns.offsets):
-            if offset >= end or count == most:
-                next_offset = offset
-                break
-            found = self._line(side, columns, row)
-            if isinstance(found, str):
-                left.append(f"{side}/{offset}: {found}")
-            else:
+        told: dict[int, str] = {}
+        left, count = remaining.left, 0
+        for row, offset, following in rows_in(remaining.unread, answer):
+            if count == most:
+                return Chosen(lines, told, remaining.after_reading(left, offset), full=False)
+            found = self._line(side, answer.columns, row)
+            if not isinstance(found, Unsent):
                 target, line = found
                 lines.setdefault(target, []).append(line)
                 count += 1
-        if lines:
-            single = 1 if side in self.refused else None
-            compression = self.settings.topics.compression
-            for target, part in sorted(lines.items()):
-                session.add(fill(target, part, compression=compression, most_rows=single))
-            await session.commit({side: Position(next_offset)})
-        self.done.sent += count
-        self.done.left += left
-        return next_offset
+                continue
+            if found.again:
+                more = with_left(left, offset, following)
+                if not remaining.after_reading(more, following).fits:
+                    told[offset] = self._full()
+                    return Chosen(lines, told, remaining.after_reading(left, offset), full=True)
+                left = more
+            told[offset] = found.why
+        return Chosen(lines, told, remaining.after_reading(left, answer.next_offset), full=False)
 
-    def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
+    def _full(self) -> str:
+        return (
+            "this record and the later ones of this partition were not read, because the replay's position has no "
+            "room to name more left records. Remove the cause of the left records, then run `dedup replay` again. To "
+            f"give up the left records instead, set the offset of the group {self.topology.replay_group!r} with "
+            "`kafka-consumer-groups.sh --reset-offsets`"
+        )
+
+    def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | Unsent:
         """Return the target partition and the record to send, or the reason why the record cannot be sent."""
         names = _LATE_HEADERS if self.plan.output else _DEAD_HEADERS
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]
         if tuple(name for name, _ in ours) != names:
-            return "its last headers are not those that this topology adds, or its value did not fit"
+            return Unsent("its last headers are not those that this topology adds, or its value did not fit")
         refused = self.refused.get(side, {}).get(columns.offsets[row])
         if refused is not None:
-            return refused
+            return Unsent(f"{refused}; {_AGAIN}", again=True)
         kept = {name: value or b"" for name, value in ours}
         topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
         if topic not in self.topology.source.topics:
-            return f"it came from {topic}, which is no longer a source topic"
+            return Unsent(f"it came from {topic}, which is no longer a source topic")
         source = TopicPartition(topic, int(partition))
         target = self._output_of(self.plan.output, columns, row, source) if self.plan.output else source
+        there = self.cluster.topics[target.topic].partitions
+        if target.partition >= there:
+            why = f"{target} does not exist, because {target.topic} has only {counted(there, 'partition')}; {_AGAIN}"
+            return Unsent(why, again=True)
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
         if self.plan.output:
             added.insert(0, (VERDICT, b"late"))  # both headers are last, where `dedup verify` expects them
@@ -242,6 +410,12 @@ class Replay:
             key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
         count = self.cluster.topics[output].partitions
         return TopicPartition(output, partitions([key], count)[0])
+
+
+def _why_refused(refused: RecordRefused) -> str:
+    """Return why the target topic refuses the only record that the error names."""
+    why = refused.reasons.get(refused.rows[0], "larger than its max.message.bytes" if refused.too_large else "")
+    return f"its target topic refuses it ({why})" if why else "its target topic refuses it"
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:

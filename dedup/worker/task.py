@@ -505,10 +505,7 @@ class Task:
         with self.noting_damage():
             if committed == self._committed and not await self.work.overtaken():
                 return
-        raise TaskMigrated(
-            f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
-            f"worker rejoins the group."
-        )
+        raise TaskMigrated(f"{self.task_id}: another owner has committed since this task's last commit.")
 
     def judge_again(self) -> None:
         """Judge all records since the last commit again, and send the results in the group's new epoch."""

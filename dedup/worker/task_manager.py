@@ -36,6 +36,7 @@ FIRST_PAUSE_S: Final = 0.2
 attempt, up to `LONGEST_PAUSE_S`, until a commit succeeds.
 """
 LONGEST_PAUSE_S: Final = 10.0
+_REJOINS: Final = "The task is discarded, and the worker rejoins the group."
 _MOST_NAMED: Final = 8
 """The maximum number of task groups that one log line names."""
 
@@ -313,7 +314,7 @@ class TaskManager:
 
     def _note_fenced(self, members: Members, error: TaskMigrated) -> None:
         expected = self._member().rebalancing
-        log.log(logging.INFO if expected else logging.WARNING, "%s: %s", _named(members), error)
+        log.log(logging.INFO if expected else logging.WARNING, "%s: %s %s", _named(members), error, _REJOINS)
         self.fenced += not expected
 
     def _is_current(self, members: Members) -> bool:

@@ -360,15 +360,25 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
         yield Difference(found.name, key, known, value)
 
 
+async def refuse_plan(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> None:
+    """Raise StateIncompatible if the topics of the plan must not be created.
+
+    This is the case if the changelog or the repartition topic is missing although the group has read records, or if the
+    partition counts of the existing topics and the planned topics do not match.
+    """
+    planned = {topic.name: Topic(topic.name, "", topic.partitions) for topic in plan.make}
+    if not planned.keys().isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
+        _refuse_deleted(topology, set(topic_names(topology)) - planned.keys(), done="created")
+    refuse_misfits(topology, {**planned, **await admin.topics(topic_names(topology))})
+
+
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible if partition counts do not match or, before any topic is created, if the changelog or the
-    repartition topic is missing although the group has read records.
+    Raises StateIncompatible before any topic is created, as `refuse_plan` does, or afterwards if partition counts do
+    not match because another process has created topics.
     """
-    missing = {topic.name for topic in plan.make}
-    if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
-        _refuse_deleted(topology, set(topic_names(topology)) - missing, done="created")
+    await refuse_plan(topology, plan, wire, admin)
     made = await admin.create(plan.make)
     refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made

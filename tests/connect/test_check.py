@@ -189,7 +189,15 @@ def test_two_topologies_that_write_one_topic_are_an_error(tmp_path, first, secon
 def test_dead_letters_of_two_topologies_may_share_a_topic_with_a_warning(tmp_path):
     first = f"{TOPOLOGY}output: {{topic: o}}\ndead_letter: letters\n"
     said = check(tmp_path, first, f"{SECOND}output: {{topic: p}}\ndead_letter: letters\n")
-    assert "dead_letter: letters also receives the dead letters of y." in said
+    assert "dead_letter: letters also receives the dead letters of y. `dedup replay` skips those" in said
+    assert "1.yaml: ok" in said
+
+
+def test_dead_letters_of_two_topologies_with_one_source_are_said_to_be_replayed_twice(tmp_path):
+    first = f"{TOPOLOGY}output: {{topic: o}}\ndead_letter: letters\n"
+    said = check(tmp_path, first, first.replace("name: y", "name: z").replace("topic: o", "topic: p"))
+    assert "dead_letter: letters also receives the dead letters of y. Both topologies read t: `dedup replay`" in said
+    assert "skips those" not in said
     assert "1.yaml: ok" in said
 
 

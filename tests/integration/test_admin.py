@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import NewPartitions
 
 from dedup.crashpoints import VARIABLE
 from dedup.embedded.kafka_node import EmbeddedKafka
@@ -96,7 +97,22 @@ def test_apply_makes_no_changelog_for_a_group_that_has_judged(make_job: MakeJob)
     job.send(distinct(0, 10))
     job.finish()
     job.admin.delete_topic(job.topology.changelog_topic)
-    assert "it was deleted. Nothing was created" in dedup(job, "apply", code=3)
+    for arguments in (("--dry-run",), ()):
+        told = dedup(job, "apply", *arguments, code=3)
+        assert "it was deleted. Nothing was created" in told
+        assert "create " not in told
+
+
+def test_apply_creates_nothing_beside_a_topic_of_the_wrong_size(make_job: MakeJob) -> None:
+    job = make_job()
+    job.admin.create_topic(job.topology.changelog_topic, 3)
+    for arguments in (("--dry-run",), ()):
+        told = dedup(job, "apply", *arguments, code=3)
+        assert f"the changelog {job.topology.changelog_topic!r} has 3 partitions" in told
+        assert "Nothing was changed" in told
+    assert f"would create {job.output}" not in told
+    late = f"{job.output}.late"
+    assert late not in job.admin.client.list_topics(timeout=30).topics
 
 
 def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
@@ -297,6 +313,56 @@ def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job
     (refused,) = [each for each in job.read(job.topology.dead_letter) if each.value() == b"no json 2"]
     left = f"left {job.topology.dead_letter}/0/{refused.offset()}: its target topic refuses it"
     assert left in told
+
+
+@pytest.mark.parametrize("crash_at", [None, "before_end:2", "after_end:2"])
+def test_a_letter_that_was_left_is_sent_once_by_the_replay_after_its_cause_is_gone(
+    make_job: MakeJob, crash_at: str | None
+) -> None:
+    job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
+    source, letters = job.topology.source.topics[0], job.topology.dead_letter
+    future = 253_402_300_799_000
+    times = (BASE_MS, future, BASE_MS, future, future, BASE_MS)
+    job.send([Event(0, b"no json %d" % number, time_ms) for number, time_ms in enumerate(times)])
+    job.finish()
+    refuse_the_future(job)
+    told = dedup(job, "replay")
+    assert "3 records of" in told
+    places = {message.value(): f"{letters}/0/{message.offset()}" for message in job.read(letters)}
+    left = [f"left {places[b'no json %d' % number]}: its target topic refuses it" for number in (1, 3, 4)]
+    assert told.count("the next replay tries it again") == 3
+    assert all(each in told for each in left)
+    again = dedup(job, "replay")
+    assert "0 records of" in again
+    assert all(each in again for each in left)
+    job.admin.configure(source, message_timestamp_after_max_ms="9223372036854775807")
+    if crash_at is not None:
+        dedup(job, "replay", code=137, **{VARIABLE: crash_at})
+    else:
+        # The replay mark names the left letters, too.
+        forget_replay(job)
+        assert "3 records of" in dedup(job, "replay", "--from", "last")
+    assert "left" not in dedup(job, "replay")
+    sent = Counter(message.value() for message in job.read(source) if "dedup-replayed" in dict(message.headers() or []))
+    assert sent == {b"no json %d" % number: 1 for number in range(6)}
+
+
+def test_a_letter_whose_source_partition_is_gone_is_left_and_the_others_are_sent(make_job: MakeJob) -> None:
+    job = make_job(partitions=3)
+    source, letters = job.topology.source.topics[0], job.topology.dead_letter
+    job.send([Event(number % 3, b"no json %d" % number, BASE_MS + number) for number in range(6)])
+    job.finish()
+    job.admin.delete_topic(source)
+    job.admin.create_topic(source, 2)
+    told = dedup(job, "replay")
+    assert "4 records of" in told
+    why = f"{source}/2 does not exist, because {source} has only 2 partitions; the next replay tries it again"
+    assert len(re.findall(rf"left {letters}/\d+/\d+: {why}", told)) == 2
+    job.admin.client.create_partitions([NewPartitions(source, 3)])[source].result(timeout=30)
+    job.admin.until_led(source, 3)
+    assert "2 records of" in dedup(job, "replay")
+    assert "0 records of" in dedup(job, "replay")
+    assert replayed(job, source) == 6
 
 
 def test_a_replay_goes_on_behind_what_retention_has_deleted(make_job: MakeJob) -> None:

@@ -87,12 +87,13 @@ def applied() -> dict[str, Any]:
     async def topics(_names: object) -> dict[str, Topic]:
         return have
 
-    async def make(*_: object) -> None:
-        """Make nothing."""
+    async def nothing(*_: object) -> None:
+        """Refuse nothing, and make nothing."""
 
     return {
         "kafka.topic_admin.on_cluster": on_cluster(admin=SimpleNamespace(topics=topics)),
-        "worker.topics.make": make,
+        "worker.topics.make": nothing,
+        "worker.topics.refuse_plan": nothing,
     }
 
 

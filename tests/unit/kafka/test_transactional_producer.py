@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dedup.errors import CommitUnknown
+from dedup.errors import CommitUnknown, TaskMigrated
 from dedup.kafka import transactional_producer
 from dedup.kafka.record_batch import fill
 from dedup.kafka.transactional_producer import STILL_ENDING, Session
@@ -74,6 +74,18 @@ async def test_a_transaction_that_does_not_end_within_the_deadline_ends_the_epoc
     with pytest.raises(Exception, match="the previous transaction did not end in 2"):
         await session.commit({IN: Position(1)})
     await session.drop()
+
+
+async def test_a_session_that_is_fenced_names_another_owner_and_speaks_of_no_worker_of_its_own():
+    cluster = Cluster()
+    fenced, other = (Session(PuttingOff(cluster, 0), "id", "group", timeout_ms=60_000) for _ in range(2))
+    await fenced.open()
+    await other.open()
+    with pytest.raises(
+        TaskMigrated, match="Another owner has the partition: another worker, or the same command"
+    ) as why:
+        await fenced.commit({IN: Position(1)})
+    assert "rejoins" not in str(why.value)
 
 
 async def test_small_batches_wait_for_the_commit_and_large_ones_do_not():
