@@ -28,7 +28,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, diagnose, most_telling
+from dedup.kafka.connection import Connection, back_off, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -179,6 +179,7 @@ class KafkaWire:
         immediately.
         """
         client = AIOKafkaClient(**self.connection.client_options())
+        back_off(client)
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
         while True:
             try:

@@ -35,6 +35,7 @@ from yarl import URL
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import back_off
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.schema_registry import SchemaResolver
@@ -193,6 +194,7 @@ class Consumer(FaustConsumer):
             heartbeat_interval_ms=min(app.settings.session_timeout_ms // _HEARTBEATS, _MOST_HEARTBEAT_MS),
             rebalance_timeout_ms=60_000,
         )
+        back_off(self.client._client)  # noqa: SLF001  # aiokafka's consumer creates its own client
         await self.client.start()
         # By default, the client loops over all partitions five times a second.
         self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this
