@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
+from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.topic_admin import Admin, Group, Topic, WantedTopic
@@ -124,7 +124,7 @@ class Reset:
         await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
         try:
             await self._start_over(doomed, left, wanted, offsets)
-        except (BrokerUnavailable, CommitUnknown, StateIncompatible) as error:
+        except (BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated) as error:
             raise type(error)(
                 f"{error} The reset has begun: run the same `dedup reset` again to complete it."
             ) from error
