@@ -258,7 +258,7 @@ def state_topics(topology: Topology) -> tuple[str, ...]:
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
-def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
+def refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
     """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in the message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
@@ -282,7 +282,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
     have = await admin.topics(known_names(topology))
     wanted = missing_topics(topology, settings, have)
     if not may_create_changelog:
-        _refuse_deleted(topology, have)
+        refuse_deleted(topology, have)
     created = "\n".join(_created(topology, have))
     if created:
         raise StateIncompatible(created)
@@ -363,7 +363,7 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
-        _refuse_deleted(topology, set(topic_names(topology)) - missing, done="created")
+        refuse_deleted(topology, set(topic_names(topology)) - missing, done="created")
     made = await admin.create(plan.make)
     refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made

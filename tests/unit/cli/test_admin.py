@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -18,17 +19,32 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dedup.cli import status
 from dedup.cli.inputs import shortened
 from dedup.cli.main import create_app
-from dedup.cli.status import Look, NotReached, ask, idle_workers, looked, showing, table
+from dedup.cli.status import (
+    Look,
+    NotReached,
+    ask,
+    ask_fleet,
+    ask_id,
+    follow,
+    idle_workers,
+    looked,
+    showing,
+    survey,
+    table,
+)
 from dedup.core.extract_one import extract_one
 from dedup.core.tracking_id import id_text
-from dedup.errors import SettingsError, StateIncompatible
-from dedup.kafka.topic_admin import Topic
+from dedup.errors import BrokerUnavailable, DedupError, SettingsError, StateIncompatible
+from dedup.kafka.topic_admin import Group, Topic
+from dedup.kafka.wire import CommittedOffset, LogBounds, Position, TopicPartition
 from dedup.settings import Secret, Settings, TopicDefaults, Web
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.introspection import state_keys
+from dedup.worker.offsets import RESETTING
 from dedup.worker.topics import TopicPlan, plan_topics
 
 ROOT = Path(__file__).parents[3]
@@ -81,11 +97,18 @@ def test_help_has_an_example(command):
     ("arguments", "text"),
     [
         (("reset", SIMPLEST, "--to", "yesterday"), "is not a time"),
+        (("reset", SIMPLEST, "--to", "99999999999999999999"), "is not a time"),
+        (("reset", SIMPLEST, "--to", "253402300800000"), "is not a time"),
+        (("reset", SIMPLEST, "--to", "9" * 5_000), "is not a time"),
         (("reset", SIMPLEST, "--to", "latest", "--local"), "--to: has no effect with --local"),
         (("replay", SIMPLEST, "--late"), "they would be late again: add --forward"),
         (("replay", SIMPLEST, "--forward"), "dead letters are judged again; omit this option"),
         (("apply", "nowhere.yaml"), "cannot be read"),
         (("lookup", SIMPLEST, "a", "--url", "file:///etc/passwd"), "is not the address of a worker"),
+        (("lookup", SIMPLEST, "a", "--url", "http://127.0.0.1:6O66"), "is not the address of a worker"),
+        (("lookup", SIMPLEST, "a", "--url", "http://127.0.0.1:66066"), "is not the address of a worker"),
+        (("lookup", SIMPLEST, "a", "--url", "http://"), "is not the address of a worker"),
+        (("lookup", SIMPLEST, ""), "ID: is empty; name the ID to look up"),
     ],
 )
 def test_an_authors_mistake_ends_with_2(arguments, text):
@@ -419,7 +442,7 @@ def test_workers_without_partitions_are_told_what_to_set(held, size, says):
 NOW_MS = 1_700_000_000_000
 
 
-def survey(*, owner: str | None = "a", topic: str = "c", committed: int = 1_000) -> dict[str, Any]:
+def survey_of(*, owner: str | None = "a", topic: str = "c", committed: int = 1_000) -> dict[str, Any]:
     names = ("task", "topic", "partition", "owner", "committed", "end", "lag", "oldest_ms", "changelog_begin",
              "changelog_end")  # fmt: skip
     rows = (
@@ -453,7 +476,7 @@ def printed(seen: dict[str, Any], width: int = 200) -> str:
 
 
 def test_status_puts_brokers_and_workers_together():
-    seen = seen_now(survey(), [PAGE])
+    seen = seen_now(survey_of(), [PAGE])
     assert seen["lag"] == 205
     assert seen["tasks"][0]["state_ids"] == 3
     assert seen["tasks"][1]["state"] is None
@@ -467,12 +490,12 @@ def test_status_puts_brokers_and_workers_together():
 def test_status_says_how_many_records_the_flow_filtered():
     flowing = PAGE | {"tasks": [task | {"filtered": 1_200} for task in PAGE["tasks"]]}
     said = "filtered by the flow: 1,200 records, since the responding workers started"
-    assert said in printed(seen_now(survey(), [flowing]))
-    assert "filtered" not in printed(seen_now(survey(), [PAGE]))
+    assert said in printed(seen_now(survey_of(), [flowing]))
+    assert "filtered" not in printed(seen_now(survey_of(), [PAGE]))
 
 
 def test_status_names_a_stream_which_is_no_member_of_the_group():
-    nobody = survey(owner=None)
+    nobody = survey_of(owner=None)
     seen = seen_now(nobody | {"tasks": nobody["tasks"][:1]}, [PAGE | {"worker": "spark-host"}])
     assert [(task["owner"], task["state"]) for task in seen["tasks"]] == [("spark-host", "running")]
     assert "workers: spark-host" in printed(seen)
@@ -483,39 +506,39 @@ def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
            "alert": "all is dead"}  # fmt: skip
     other = {"worker": "b", "tasks": [], "dead_letters": {"id_null": 9}, "other_formats": {"gzip": 1}, "alert": None}
     older = {"worker": "c", "tasks": []}
-    seen = seen_now(survey(), [one, other, older])
+    seen = seen_now(survey_of(), [one, other, older])
     assert (seen["dead_letters"], seen["other_formats"]) == ({"id_null": 10, "not_json": 5}, {"gzip": 3})
     assert "a: all is dead" in seen["alerts"]
     text = printed(seen)
     assert "dead letters: 10 id_null, 5 not_json, since the responding workers started" in text
     assert "of them in another format: 3 gzip, since" in text
     assert "attention: a: all is dead" in text
-    assert "dead letters" not in printed(seen_now(survey(), [older]))
+    assert "dead letters" not in printed(seen_now(survey_of(), [older]))
 
 
 def test_status_says_how_far_a_restore_and_a_bound_are():
     task = {"task": "dedup", "topic": "c", "partition": 1, "state": "restoring", "restore_remaining": 25,
             "restore_total": 100, "state_bytes": 80, "state_max_bytes": 100}  # fmt: skip
-    text = printed(seen_now(survey(), [{"worker": "b", "tasks": [task]}]))
+    text = printed(seen_now(survey_of(), [{"worker": "b", "tasks": [task]}]))
     assert "restoring 75%, 25 left" in text
     assert "80 (80% of its limit)" in text
 
 
 def test_status_says_how_fast_the_fleet_is():
-    before = Look(survey(committed=400), [], NOW_MS - 2_000)
-    seen = seen_now(survey(), [PAGE], before)
+    before = Look(survey_of(committed=400), [], NOW_MS - 2_000)
+    seen = seen_now(survey_of(), [PAGE], before)
     assert (seen["arriving_per_s"], seen["committed_per_s"]) == (0.0, 300.0)
     assert "0 records/s arrive, 300/s are committed" in printed(seen)
-    assert seen_now(survey(), [PAGE])["committed_per_s"] is None
+    assert seen_now(survey_of(), [PAGE])["committed_per_s"] is None
 
 
 @pytest.mark.parametrize(
     ("surveyed", "pages", "says", "state"),
     [
-        (survey(owner=None), [], "no worker is running; start one with `dedup run`", "not running"),
-        (survey(), [PAGE], "1 of 2 partitions have no worker: the group is assigning them", "not running"),
-        (survey(), [], "1 of 1 workers do not answer (a), so their tasks' states are unknown", "no answer"),
-        (survey(), [PAGE | {"tasks": []}], "missing topics: out.late", "starting"),
+        (survey_of(owner=None), [], "no worker is running; start one with `dedup run`", "not running"),
+        (survey_of(), [PAGE], "1 of 2 partitions have no worker: the group is assigning them", "not running"),
+        (survey_of(), [], "1 of 1 workers do not answer (a), so their tasks' states are unknown", "no answer"),
+        (survey_of(), [PAGE | {"tasks": []}], "missing topics: out.late", "starting"),
     ],
 )
 def test_status_says_what_is_wrong_and_what_to_do(surveyed, pages, says, state):
@@ -525,7 +548,7 @@ def test_status_says_what_is_wrong_and_what_to_do(surveyed, pages, says, state):
 
 
 def test_status_says_that_nothing_is_committed_only_if_records_wait_for_long_and_all_partitions_have_workers():
-    whole = survey() | {"tasks": survey()["tasks"][:1]}
+    whole = survey_of() | {"tasks": survey_of()["tasks"][:1]}
     late = PAGE | {"tasks": [task | {"seconds_since_commit": 40} for task in PAGE["tasks"]]}
     fresh = whole | {"tasks": [task | {"oldest_ms": NOW_MS - 2_000} for task in whole["tasks"]]}
 
@@ -536,20 +559,123 @@ def test_status_says_that_nothing_is_committed_only_if_records_wait_for_long_and
     assert stuck(whole, late)
     assert not stuck(whole, PAGE), "a long commit interval"
     assert not stuck(fresh, late), "a record after a quiet time"
-    assert not stuck(survey(), late), "a partition without a worker"
+    assert not stuck(survey_of(), late), "a partition without a worker"
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_status_keeps_the_partition_number_on_a_narrow_terminal(width):
     """Was: at 80 columns, the topic's name was cut, and the partition's number with it."""
     long = "payments.card-authorizations.production.eu-central-1.v2"
-    text = printed(seen_now(survey(topic=long), [PAGE]), width)
+    text = printed(seen_now(survey_of(topic=long), [PAGE]), width)
     assert "payments.card…u-central-1.v2/0" in text
     assert "payments.card…u-central-1.v2/1" in text
     (head,) = (line for line in text.splitlines() if line.startswith("partition"))
     assert ("changelog" in head) is (width == 120)
     assert all(len(line) <= width for line in text.splitlines())
     assert shortened(long, {long, long.replace("production", "staging")}) == long
+
+
+def test_status_says_what_is_missing_and_which_command_helps():
+    """Was: it named `dedup apply`, which refuses in these cases, and `dedup run`, which does, too."""
+    nobody = survey_of(owner=None)
+
+    def alerts(**more):
+        return seen_now(nobody | more, [])["alerts"]
+
+    start = "no worker is running; remove the cause above, and then start one with `dedup run`"
+    source, other, last = alerts(missing_topics=["c", "out.late"], missing_sources=["c"])
+    assert source == "missing source topics: c; create them, or correct `source.topics`"
+    assert other == "missing topics: out.late; then `dedup apply` creates them"
+    assert last == start
+    deleted, last = alerts(missing_topics=["t.changelog"], deleted_topics=["t.changelog"])
+    assert deleted.startswith("deleted topics: t.changelog. The group has committed offsets")
+    assert deleted.endswith("bring them back, or start over with `dedup reset`")
+    assert last == start
+    half, last = alerts(missing_topics=["t.changelog"], deleted_topics=["t.changelog"], reset_interrupted=True)
+    assert half.endswith("run the same `dedup reset` again to finish it")
+    assert last == start
+
+
+class Brokers:
+    """Answers for a topic of two partitions, of which one has no leader, and for no changelog."""
+
+    def __init__(self, note: str = "") -> None:
+        self.position = Position(7, note=note)
+
+    async def topics(self, names: Any) -> Any:
+        if isinstance(names, tuple):
+            return dict.fromkeys(names, 3)  # of the wire: the layout topic does not exist
+        return {"c": Topic("c", "1", 2, {}, (1,))}
+
+    async def bounds(self, place: TopicPartition) -> LogBounds:
+        assert place == ("c", 0), "nobody answers for a partition without a leader"
+        return LogBounds(0, 7)
+
+    async def committed_offset(self, _group: str, _place: TopicPartition, *, stable: bool) -> CommittedOffset:
+        assert not stable
+        return CommittedOffset(0, self.position)
+
+
+@pytest.mark.parametrize("note", ["", RESETTING])
+def test_status_shows_partitions_without_a_leader(monkeypatch, note):
+    """Was: status waited for the leader forever."""
+
+    async def nobody(_group):
+        return []
+
+    monkeypatch.setattr(Group, "members", nobody)
+    brokers: Any = Brokers(note)
+    direct = topology(source="topics: [c], partitioned_by: tracking_id")
+    found = asyncio.run(survey(direct, brokers, brokers))
+    assert found["leaderless"] == {"c": [1]}
+    assert found["deleted_topics"] == ["t.changelog"]
+    assert found["missing_sources"] == []
+    assert found["reset_interrupted"] is (note == RESETTING)
+    assert [(task["committed"], task["end"], task["lag"]) for task in found["tasks"]] == [(7, 7, 0), (7, None, None)]
+    text = printed(seen_now(found, []))
+    assert re.search(r"c/1 +nobody +no leader +- ", text)
+    assert "partitions without a leader: c 1: start the brokers that hold these partitions" in text
+
+
+def test_a_watched_status_goes_on_after_an_error(monkeypatch):
+    """Was: it ended with exit code 5 when the brokers were away for 20 s."""
+    monkeypatch.setattr(status, "WATCH_S", 0)
+    shown: list[tuple[int, str | None]] = []
+    look = Look(survey_of(), [PAGE], NOW_MS)
+    found = iter([look, BrokerUnavailable("no answer."), StateIncompatible("gone."), look, KeyboardInterrupt()])
+
+    async def next_look() -> Look:
+        each = next(found)
+        if isinstance(each, Look):
+            return each
+        raise each
+
+    def show(seen, failure=None):
+        shown.append((seen["lag"], failure))
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(follow(next_look, show, watch=True))
+    assert shown == [(205, None), (205, "no answer."), (205, "gone."), (205, None)]
+
+
+@pytest.mark.parametrize(("watch", "looks"), [(True, 0), (False, 0), (False, 1)])
+def test_a_status_that_cannot_be_determined_is_an_error(monkeypatch, watch, looks):
+    monkeypatch.setattr(status, "RATE_S", 0)
+    found = iter([Look(survey_of(), [PAGE], NOW_MS)] * looks)
+
+    async def next_look() -> Look:
+        for each in found:
+            return each
+        raise BrokerUnavailable("no answer.")
+
+    with pytest.raises(BrokerUnavailable):
+        asyncio.run(follow(next_look, lambda *_: None, watch=watch))
+
+
+def test_an_error_while_watching_goes_to_stderr(capsys):
+    with showing(watch=True, as_json=True) as show:
+        show({"lag": 1}, "no answer.")
+    assert capsys.readouterr() == ("", "no answer.\n")
 
 
 def test_watched_in_a_pipe_a_status_is_a_line(capsys):
@@ -618,6 +744,56 @@ def test_no_redirect_and_no_proxy_gets_the_token(monkeypatch):
         with pytest.raises(NotReached, match="302"):
             ask(moved, "/api/status", settings)
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("code", "body"),
+    [
+        (400, b"Client sent an HTTP request to an HTTPS server.\n"),
+        (400, b"[1]"),
+        (400, b'{"error": 7}'),
+        (404, b"{}"),
+        (200, b"[1, 2]"),
+        (200, b"{}"),
+        (200, b'"x"'),
+        (200, b"<html>"),
+        (200, b"\xff"),
+        (None, b"not HTTP\r\n\r\n"),
+    ],
+)
+def test_another_server_than_a_worker_is_told_in_a_sentence(code, body):
+    """Was: a traceback."""
+
+    class Other(Handler):
+        def do_GET(self):
+            if code is not None:
+                self.send_response(code)
+                self.end_headers()
+            self.wfile.write(body)
+
+    settings = Settings(brokers=("b:1",))
+    with served(Other) as at:
+        with pytest.raises(NotReached, match=at) as caught:
+            ask_id(topology(), "x", [at], settings)
+        assert isinstance(caught.value, DedupError)
+        assert ask_fleet("t", [at], settings) == ([], [])
+
+
+def test_a_refused_token_is_told():
+    """Was: status said only to name the workers' pages with --url."""
+
+    class Locked(Handler):
+        def do_GET(self):
+            self.send_response(401)
+            self.end_headers()
+
+    with served(Locked) as at:
+        fleet = ask_fleet("t", [at], Settings(brokers=("b:1",), web=Web(token=Secret("canary"))))
+    assert fleet == ([], [at])
+    said = f"{at} refused the token; set web.token to the worker's"
+    silent = looked(Look(survey_of(), [], NOW_MS, fleet.refused))["alerts"]
+    assert f"1 of 1 workers do not answer (a), so their tasks' states are unknown: {said}" in silent
+    assert said in looked(Look(survey_of(), [PAGE], NOW_MS, fleet.refused))["alerts"]
 
 
 @pytest.mark.parametrize(
