@@ -226,7 +226,7 @@ def status(
         async def look() -> Look:
             fleet = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
             found = await survey(parsed, wire, admin)
-            return Look(found, fleet.pages, time.time_ns() // 1_000_000, fleet.refused)
+            return Look(found, fleet.pages, time.time_ns() // 1_000_000, fleet.refusals)
 
         with showing(watch=watch, as_json=as_json) as show:
             await follow(look, show, watch=watch)

@@ -79,8 +79,8 @@ class NotReached(DedupError):
     """Raised if no worker of the topology responds at the given URL."""
 
 
-class TokenRefused(NotReached):
-    """Raised if a worker responds, but refuses the configured `web.token` or needs one."""
+class OtherAnswer(NotReached):
+    """Raised if a server responds at the given URL, but refuses `web.token` or is not a worker of this release."""
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
@@ -217,8 +217,8 @@ def default_urls(settings: Settings) -> list[str]:
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
     """Return a worker's page as parsed JSON.
 
-    Raises NotReached if no worker responds, TokenRefused if the worker refuses the token, and SettingsError for a bad
-    URL or ID.
+    Raises NotReached if no server responds, OtherAnswer if the response is not a worker's page, and SettingsError for a
+    bad URL or ID.
     """
     _refuse_other_address(url)
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -233,7 +233,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
         why = getattr(error, "reason", error)
         raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
     if not isinstance(found, dict) or not _PAGE_KEYS[page.split("/")[2]] <= found.keys():
-        raise NotReached(f"{url} answered, but not with the page {page}; {_OTHER_SERVER}")
+        raise OtherAnswer(f"{url} answered, but not with the page {page}; {_OTHER_SERVER}")
     return found
 
 
@@ -250,9 +250,8 @@ def _refuse_other_address(url: str) -> None:
 
 def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
     """Return the error for a response that is not 200."""
-    answered = f"{url} answered {error.code} {error.reason}"
     if error.code == HTTPStatus.UNAUTHORIZED:
-        return TokenRefused(f"{answered}; set web.token to the worker's")
+        return OtherAnswer(f"{url} refused the token ({error.code} {error.reason}); set web.token to the worker's")
     if error.code == HTTPStatus.BAD_REQUEST:
         try:
             said = json.load(error)
@@ -260,7 +259,7 @@ def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
             said = None  # another server than a worker, such as one that expects TLS
         if isinstance(said, dict) and isinstance(said.get("error"), str):
             return SettingsError([Problem("ID", said["error"])])
-    return NotReached(f"{answered}; {_OTHER_SERVER}")
+    return OtherAnswer(f"{url} answered {error.code} {error.reason}; {_OTHER_SERVER}")
 
 
 class Fleet(NamedTuple):
@@ -268,17 +267,17 @@ class Fleet(NamedTuple):
 
     pages: list[dict[str, Any]]
     """The status of each worker that responded."""
-    refused: list[str]
-    """The URLs at which a worker refused the token."""
+    refusals: list[str]
+    """A sentence for each URL at which a server responded, but not with a worker's status."""
 
 
 def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> Fleet:
     """Ask all workers of a topology at ``urls``, and at URLs that these workers report, for their status.
 
-    URLs at which no worker responds are left out. Raises SettingsError for a bad URL.
+    URLs at which no server responds are left out. Raises SettingsError for a bad URL.
     """
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
-    refused: list[str] = []
+    refusals: list[str] = []
     while left:
         url = left.pop(0).rstrip("/")
         if url in asked:
@@ -286,8 +285,8 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> Fleet:
         asked.add(url)
         try:
             seen = ask(url, "/api/status", settings)
-        except TokenRefused:
-            refused.append(url)
+        except OtherAnswer as error:
+            refusals.append(str(error))
             continue
         except NotReached:
             continue
@@ -295,7 +294,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> Fleet:
             # The key is the worker's name, because two addresses may belong to the same worker.
             found.setdefault(seen["worker"], seen)
             left += [peer["url"] for peer in seen.get("workers", []) if peer["url"] and not peer["here"]]
-    return Fleet(list(found.values()), refused)
+    return Fleet(list(found.values()), refusals)
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
@@ -358,8 +357,8 @@ class Look:
     surveyed: dict[str, Any]
     pages: Sequence[dict[str, Any]]
     at_ms: int
-    refused: Sequence[str] = ()
-    """The URLs at which a worker refused the token."""
+    refusals: Sequence[str] = ()
+    """See `Fleet`."""
 
 
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
@@ -389,7 +388,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
         "dead_letters": _summed(pages, "dead_letters"),
         "other_formats": _summed(pages, "other_formats"),
         "workers_that_answered": [page["worker"] for page in pages],
-        "token_refused_by": [*now.refused],
+        "refusals": [*now.refusals],
         "tasks": tasks,
     }
     alerts = (f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert"))
@@ -448,16 +447,13 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"died less than session_timeout ago. If this stays so, start a worker with `dedup run`"
         )
     silent = sorted({task["owner"] for task in seen["tasks"] if task["owner"]} - {*seen["workers_that_answered"]})
-    refused = ""
-    if seen["token_refused_by"]:
-        refused = f"{', '.join(seen['token_refused_by'])} refused the token; set web.token to the worker's"
+    yield from seen["refusals"]
     if silent:
+        remedy = "see above" if seen["refusals"] else "name their pages with --url, or see their logs"
         yield (
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
-            f"states are unknown: {refused or 'name their pages with --url, or see their logs'}"
+            f"states are unknown: {remedy}"
         )
-    elif refused:
-        yield refused
     # A long commit interval alone is no fault, and neither is an old record alone, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
