@@ -217,24 +217,20 @@ def status(
 
     Example: dedup status topologies/orders.yaml --watch
     """
-    from dedup.cli.status import RATE_S, WATCH_S, Look, ask_fleet, default_urls, looked, showing, survey
+    from dedup.cli.status import Look, ask_fleet, default_urls, follow, showing, survey
     from dedup.kafka.topic_admin import on_cluster
 
     parsed, settings = read_both(topology, config, overrides)
     known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
+        async def look() -> Look:
+            fleet = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
+            found = await survey(parsed, wire, admin)
+            return Look(found, fleet.pages, time.time_ns() // 1_000_000, fleet.refusals)
+
         with showing(watch=watch, as_json=as_json) as show:
-            before = None
-            while True:
-                pages = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
-                now = Look(await survey(parsed, wire, admin), pages, time.time_ns() // 1_000_000)
-                if watch or before is not None:
-                    show(looked(now, before))
-                    if not watch:
-                        return
-                before = now
-                await asyncio.sleep(WATCH_S if watch else RATE_S)
+            await follow(look, show, watch=watch)
 
     on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 

@@ -19,13 +19,17 @@ from dedup.errors import BrokerUnavailable, RegistryUnavailable, StateIncompatib
 
 if TYPE_CHECKING:
     from dedup.kafka.authorization import Rights
-    from dedup.kafka.connection import Connection, Diagnosis, Trouble
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.connection import Diagnosis, Trouble
+    from dedup.kafka.topic_admin import Admin, Topic
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics", "schema registry"]
+Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "leaders", "topics", "schema registry"]
 LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
+_REFUSAL: Final = re.compile(r"(?P<what>.*?)[.;] Nothing was \w+[.;] (?P<remedy>.*?)\.?", re.DOTALL)
+"""Matches the message of a StateIncompatible error: what is wrong, and what to do about it."""
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "source_missing": "Create the source topic, or correct `source.topics`",
     "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
@@ -132,7 +136,7 @@ async def _examined(
     """Return the problems that were found, the layers that were checked, and the cluster's transaction version."""
     from dedup.kafka.authorization import Rights
     from dedup.kafka.connection import Connection, diagnose
-    from dedup.worker.topics import broker_findings
+    from dedup.kafka.topic_admin import connected
 
     connection = Connection.of(settings, client_id="dedup-doctor")
     troubles = await diagnose(connection)
@@ -161,20 +165,95 @@ async def _examined(
             found += denied
             looked_at.add("ACL")
             if not any(each.level == "error" for each in denied):
-                for finding in await broker_findings(topology, settings):
-                    remedy = _TOPIC_REMEDIES[finding.code]
-                    found.append(Symptom("topics", finding.level, finding.text.rstrip("."), remedy))
-                found += await _idle(topology, good)
-                looked_at.add("topics")
+                wrong, layers = await connected(good, partial(_of_topics, topology, settings))
+                found += wrong
+                looked_at |= layers
     return found, frozenset(looked_at), transactions
 
 
-async def _idle(topology: Topology, connection: Connection) -> list[Symptom]:
-    from dedup.cli.status import idle_now
-    from dedup.kafka.topic_admin import connected
+async def _of_topics(
+    topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin
+) -> tuple[list[Symptom], set[Layer]]:
+    """Return the problems of the topics, of their leaders, and of the state, and the layers that were checked."""
+    from dedup.worker.topics import compare, known_names
 
-    sentences = await connected(connection, partial(idle_now, topology))
-    parts = [sentence.partition(": ") for sentence in sentences]
+    have = await admin.topics(known_names(topology))
+    offline = _offline(have)
+    if offline:
+        return offline, {"leaders"}
+    refusal = await _refusal(topology, settings, wire, admin, have)
+    found = [] if refusal is None else [refusal]
+    for each in compare(topology, settings, have):
+        missing = each.code == "topic_missing"
+        if missing and refusal is not None:
+            continue  # no command creates the topic before the refusal's cause is removed
+        level = "error" if missing and not settings.topics.create else each.level
+        found.append(Symptom("topics", level, each.text.rstrip("."), _TOPIC_REMEDIES[each.code]))
+    return [*found, *await _idle(topology, wire, admin)], {"leaders", "topics"}
+
+
+def _offline(have: Mapping[str, Topic]) -> list[Symptom]:
+    """Return a list with one symptom if partitions have no leader, or else an empty list."""
+    from dedup.cli.status import LEADER_REMEDY, leaderless, without_leader
+
+    offline = leaderless(have)
+    if not offline:
+        return []
+    text = f"{without_leader(offline)}; no transaction that includes one of them can complete"
+    return [Symptom("leaders", "error", text, f"{LEADER_REMEDY[:1].upper()}{LEADER_REMEDY[1:]}")]
+
+
+async def _refusal(
+    topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
+) -> Symptom | None:
+    """Return the reason why every worker refuses to start because of its state in the cluster, or None."""
+    try:
+        await _refuse_start(topology, settings, wire, admin, have)
+    except StateIncompatible as error:
+        said = _REFUSAL.fullmatch(str(error))
+        what, remedy = (str(error), "") if said is None else said.group("what", "remedy")
+        return Symptom("topics", "error", what, f"{remedy[:1].upper()}{remedy[1:]}")
+    return None
+
+
+async def _refuse_start(
+    topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
+) -> None:
+    """Make the checks of a worker that starts, but change nothing. Raises StateIncompatible if a worker would.
+
+    `dedup.worker.worker` makes the same checks in the same order.
+    """
+    from dedup.kafka.wire import TopicPartition
+    from dedup.worker.layout import read_layout, refuse_other_layout, with_layout
+    from dedup.worker.offsets import committed_position, refuse_half_reset
+    from dedup.worker.topics import Cluster, group_is_new, refuse_deleted, refuse_used_output
+
+    marked = TopicPartition(topology.source.topics[0], 0)
+    found = await committed_position(wire, topology.name, marked, stable=False)
+    if found is not None:
+        refuse_half_reset(found.note, marked)
+    fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
+    if fresh:
+        await refuse_used_output(topology, wire, admin, meant=False)
+    else:
+        refuse_deleted(topology, have)
+    if not have.keys() >= {*topology.source.topics, *topology.feeding_topics}:
+        return  # the layout depends on the partition counts of these topics
+    cluster = Cluster(have)
+    topology = await with_layout(topology, cluster, wire, fresh=fresh)
+    layout = await read_layout(wire, topology)
+    if fresh or not topology.direct:
+        # A starting worker writes a layout that is missing, and finishes an interrupted change to its own layout.
+        settles = not layout.counts or layout.changing_to == topology.group_size
+        if settles and topology.has_layout(topology.group_size):
+            return
+    await refuse_other_layout(wire, topology, cluster)
+
+
+async def _idle(topology: Topology, wire: KafkaWire, admin: Admin) -> list[Symptom]:
+    from dedup.cli.status import idle_now
+
+    parts = [sentence.partition(": ") for sentence in await idle_now(topology, wire, admin)]
     return [Symptom("topics", "warning", what, remedy[:1].upper() + remedy[1:]) for what, _, remedy in parts]
 
 

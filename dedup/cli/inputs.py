@@ -46,6 +46,8 @@ ReportOption = Annotated[
 ]
 
 A_TIME: Final = "2024-01-01T00:00:00Z"
+_LAST_MS: Final = 253_402_300_799_999
+"""The last millisecond of the year 9999."""
 WIDTH: Final = 80
 """The number of columns of the narrowest terminal that dedup's output is made for."""
 _GAP: Final = 2
@@ -170,11 +172,16 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
-    """Convert a time in epoch ms or RFC 3339 to epoch ms. Raises SettingsError if ``text`` is not a time."""
+    """Convert a time in epoch ms or RFC 3339 to epoch ms.
+
+    Raises SettingsError if ``text`` is not a time, or is a time after the year 9999, which RFC 3339 cannot express.
+    """
     from dedup.core.event_time import rfc3339_ms
 
-    found = int(text) if text.isdecimal() else rfc3339_ms(text)
-    if found is None:
+    # Python refuses to convert a number with thousands of digits.
+    digits = text.isdecimal() and len(text) <= len(str(_LAST_MS))
+    found = int(text) if digits else rfc3339_ms(text)
+    if found is None or found > _LAST_MS:
         raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
     return found
 

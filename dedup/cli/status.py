@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import typer
 from rich.console import Console, RenderableType
@@ -20,14 +22,14 @@ from rich.console import Group as Lines
 from rich.live import Live
 
 from dedup.cli.inputs import Column, fitted, shortened
-from dedup.errors import DedupError, Problem, SettingsError
+from dedup.errors import BrokerUnavailable, DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.quantities import counted, instant
 from dedup.worker.layout import read_layout
-from dedup.worker.offsets import bounds_of, committed_offset
-from dedup.worker.topics import topic_names
+from dedup.worker.offsets import RESETTING, bounds_of, committed_offset, committed_position
+from dedup.worker.topics import known_names, state_topics, topic_names
 from dedup.worker_view import STUCK_S, id_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ RATE_S: Final = 1.0
 """The time, in seconds, between the two observations from which `dedup status` without --watch computes rates."""
 PATIENCE_S: Final = 5.0
 """The timeout of a request to a worker, in seconds."""
+LEADER_REMEDY: Final = (
+    "start the brokers that hold these partitions; if they run, look in their logs for a failed log directory"
+)
+_NO_CHANGELOG: Final[dict[str, int | None]] = {"changelog_begin": None, "changelog_end": None}
 _FROM_WORKER: Final = (
     "state",
     "restore_remaining",
@@ -59,6 +65,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Return None, so that the redirect becomes an error."""
 
 
+_OTHER_SERVER: Final = "is it a worker of this release? Write https:// if the port expects TLS."
+_PAGE_KEYS: Final[Mapping[str, frozenset[str]]] = {
+    "status": frozenset({"topology", "worker", "tasks"}),
+    "ids": frozenset({"topology", "sightings", "asked", "partitions", "belongs_to"}),
+}
+"""The keys that every worker's page of the API has, by the page's name."""
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 """Opens URLs without following redirects or using proxies, so that only the named address gets the token."""
 
@@ -67,10 +79,18 @@ class NotReached(DedupError):
     """Raised if no worker of the topology responds at the given URL."""
 
 
+class OtherAnswer(NotReached):
+    """Raised if a server responds at the given URL, but refuses `web.token` or is not a worker of this release."""
+
+
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
-    """Return what the brokers know about a topology's consumer group, topics, and tasks."""
-    names = topic_names(topology)
-    have = await admin.topics(names)
+    """Return what the brokers know about a topology's consumer group, topics, and tasks.
+
+    Partitions without a leader have no numbers, because no broker responds for them.
+    """
+    have = await admin.topics(known_names(topology))
+    offline = leaderless(have)
+    missing = [name for name in topic_names(topology) if name not in have]
     members = await Group(wire, topology.name).members()
     owners = {partition: member.worker_id for member in members for partition in member.partitions}
     kinds = {} if topology.direct else {"repartition": topology.source.topics}
@@ -81,28 +101,55 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
         if topic in have
         for partition in range(have[topic].partitions)
     ]
-    changelog = have.get(topology.changelog_topic)
     tasks = []
     for kind, feeding in feedings:
-        begin = end = None
-        if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
-            kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
-            begin, end = kept.start, kept.end
-        known = await _progress(topology, wire, feeding)
-        known |= {"changelog_begin": begin, "changelog_end": end}
-        tasks.append({"task": kind, **feeding._asdict(), "owner": owners.get(feeding), **known})
-    size = (await read_layout(wire, topology)).partitions
+        has_leader = feeding.partition not in have[feeding.topic].leaderless
+        known = await _progress(topology, wire, feeding, has_leader=has_leader)
+        if kind == "dedup":
+            known |= await _changelog_bounds(wire, have.get(topology.changelog_topic), feeding.partition)
+        owner = owners.get(feeding)
+        tasks.append({"task": kind, **feeding._asdict(), "owner": owner, "has_leader": has_leader, **known})
+    size = None if topology.layout_topic in offline else (await read_layout(wire, topology)).partitions
+    judged = any(task["committed"] is not None for task in tasks)
     return {
         "topology": topology.name,
         "partitions_in_a_transaction": size,
-        "attention": _idle(topology, have, members, size),
+        "attention": [] if size is None else _idle(topology, have, members, size),
         "members": [
             {"worker": each.worker_id, "host": each.host, "partitions": [f"{t}/{p}" for t, p in each.partitions]}
             for each in members
         ],
-        "missing_topics": [name for name in names if name not in have],
+        "missing_topics": missing,
+        "missing_sources": [name for name in missing if name in topology.source.topics],
+        "deleted_topics": [name for name in missing if judged and name in state_topics(topology)],
+        "leaderless": offline,
+        "reset_interrupted": await _reset_interrupted(topology, wire),
         "tasks": tasks,
     }
+
+
+async def _changelog_bounds(wire: KafkaWire, changelog: Topic | None, partition: int) -> dict[str, int | None]:
+    if changelog is None or partition >= changelog.partitions or partition in changelog.leaderless:
+        return _NO_CHANGELOG
+    kept = await bounds_of(wire, TopicPartition(changelog.name, partition))
+    return {"changelog_begin": kept.start, "changelog_end": kept.end}
+
+
+async def _reset_interrupted(topology: Topology, wire: KafkaWire) -> bool:
+    # Workers look at this partition, too: a reset completes it last.
+    found = await committed_position(wire, topology.name, TopicPartition(topology.source.topics[0], 0), stable=False)
+    return found is not None and found.note == RESETTING
+
+
+def leaderless(have: Mapping[str, Topic]) -> dict[str, list[int]]:
+    """Map each topic that has partitions without a leader to the numbers of these partitions."""
+    return {name: list(topic.leaderless) for name, topic in sorted(have.items()) if topic.leaderless}
+
+
+def without_leader(offline: Mapping[str, Sequence[int]]) -> str:
+    """Return a clause that names the partitions without a leader."""
+    named = "; ".join(f"{topic} {', '.join(map(str, numbers))}" for topic, numbers in offline.items())
+    return f"partitions without a leader: {named}"
 
 
 async def idle_now(topology: Topology, wire: KafkaWire, admin: Admin) -> list[str]:
@@ -137,9 +184,13 @@ def idle_workers(held: Mapping[str, int], size: int, partitions: int) -> list[st
     return [f"{who}: there are {partitions} partitions in groups of {size}, so fewer workers are enough"]
 
 
-async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
-    bounds = await bounds_of(wire, feeding)
+async def _progress(
+    topology: Topology, wire: KafkaWire, feeding: TopicPartition, *, has_leader: bool
+) -> dict[str, int | None]:
     committed = await committed_offset(wire, topology.name, feeding, stable=False)
+    if not has_leader:
+        return {"committed": committed, "end": None, "lag": None, "oldest_ms": None, **_NO_CHANGELOG}
+    bounds = await bounds_of(wire, feeding)
     position = max(bounds.start, committed or 0)
     # A recreated topic may end before the committed offset.
     lag, oldest_ms = max(0, bounds.end - position), None
@@ -150,7 +201,7 @@ async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition
             # Transaction markers and aborted records do not count as lag, because no task sees them.
             if committed is not None and not found.offsets and found.next_offset >= found.high_watermark:
                 lag = 0
-    return {"committed": committed, "end": bounds.end, "lag": lag, "oldest_ms": oldest_ms}
+    return {"committed": committed, "end": bounds.end, "lag": lag, "oldest_ms": oldest_ms, **_NO_CHANGELOG}
 
 
 def default_urls(settings: Settings) -> list[str]:
@@ -166,34 +217,67 @@ def default_urls(settings: Settings) -> list[str]:
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
     """Return a worker's page as parsed JSON.
 
-    Raises NotReached if no worker responds, and SettingsError for a bad ID.
+    Raises NotReached if no server responds, OtherAnswer if the response is not a worker's page, and SettingsError for a
+    bad URL or ID.
     """
-    if not url.startswith(("http://", "https://")):
-        raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
+    _refuse_other_address(url)
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
     request = urllib.request.Request(url.rstrip("/") + page, headers=headers)  # noqa: S310  # checked above
     try:
         with _OPENER.open(request, timeout=PATIENCE_S) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            found = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            if error.code == HTTPStatus.BAD_REQUEST:
-                raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
-            remedy = (
-                "set web.token to the worker's"
-                if error.code == HTTPStatus.UNAUTHORIZED
-                else "is it a worker of this release?"
-            )
-            raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
-    except (OSError, ValueError) as error:
+            raise _refusal_of(error, url) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "reason", error)
         raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
+    if not isinstance(found, dict) or not _PAGE_KEYS[page.split("/")[2]] <= found.keys():
+        raise OtherAnswer(f"{url} answered, but not with the page {page}; {_OTHER_SERVER}")
+    return found
 
 
-def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
-    """Return the status of all workers of a topology that respond at ``urls`` or at URLs that these workers report."""
+def _refuse_other_address(url: str) -> None:
+    """Raise SettingsError unless ``url`` is an HTTP URL with a host and, if it has a port, a valid port."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        valid = parts.scheme in {"http", "https"} and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
+
+
+def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
+    """Return the error for a response that is not 200."""
+    if error.code == HTTPStatus.UNAUTHORIZED:
+        return OtherAnswer(f"{url} refused the token ({error.code} {error.reason}); set web.token to the worker's")
+    if error.code == HTTPStatus.BAD_REQUEST:
+        try:
+            said = json.load(error)
+        except (OSError, http.client.HTTPException, ValueError):
+            said = None  # another server than a worker, such as one that expects TLS
+        if isinstance(said, dict) and isinstance(said.get("error"), str):
+            return SettingsError([Problem("ID", said["error"])])
+    return OtherAnswer(f"{url} answered {error.code} {error.reason}; {_OTHER_SERVER}")
+
+
+class Fleet(NamedTuple):
+    """What the workers of a topology say about themselves."""
+
+    pages: list[dict[str, Any]]
+    """The status of each worker that responded."""
+    refusals: list[str]
+    """A sentence for each URL at which a server responded, but not with a worker's status."""
+
+
+def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> Fleet:
+    """Ask all workers of a topology at ``urls``, and at URLs that these workers report, for their status.
+
+    URLs at which no server responds are left out. Raises SettingsError for a bad URL.
+    """
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
+    refusals: list[str] = []
     while left:
         url = left.pop(0).rstrip("/")
         if url in asked:
@@ -201,21 +285,26 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
         asked.add(url)
         try:
             seen = ask(url, "/api/status", settings)
+        except OtherAnswer as error:
+            refusals.append(str(error))
+            continue
         except NotReached:
             continue
-        if seen.get("topology") == topology:
+        if seen["topology"] == topology:
             # The key is the worker's name, because two addresses may belong to the same worker.
             found.setdefault(seen["worker"], seen)
             left += [peer["url"] for peer in seen.get("workers", []) if peer["url"] and not peer["here"]]
-    return list(found.values())
+    return Fleet(list(found.values()), refusals)
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Ask the worker at each of the ``urls`` about a tracking ID, and merge the answers.
 
     Raises NotReached if ``urls`` is empty, or if a URL does not belong to a worker of the topology. Raises
-    SettingsError if the ID is not UTF-8.
+    SettingsError if the ID is empty or is not UTF-8.
     """
+    if not tracking_id:
+        raise SettingsError([Problem("ID", "is empty; name the ID to look up")])
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name one with --url.")
     page = f"/api/ids/{urllib.parse.quote(id_bytes(tracking_id), safe='')}"
@@ -268,6 +357,8 @@ class Look:
     surveyed: dict[str, Any]
     pages: Sequence[dict[str, Any]]
     at_ms: int
+    refusals: Sequence[str] = ()
+    """See `Fleet`."""
 
 
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
@@ -290,13 +381,14 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
     oldest_ms = min((task["oldest_ms"] for task in tasks if task["oldest_ms"] is not None), default=None)
     found = {
         **surveyed,
-        "lag": sum(task["lag"] for task in tasks),
+        "lag": sum(task["lag"] or 0 for task in tasks),
         "oldest_age_ms": None if oldest_ms is None else max(0, now.at_ms - oldest_ms),
         "arriving_per_s": _per_s(now, before, "end"),
         "committed_per_s": _per_s(now, before, "committed"),
         "dead_letters": _summed(pages, "dead_letters"),
         "other_formats": _summed(pages, "other_formats"),
         "workers_that_answered": [page["worker"] for page in pages],
+        "refusals": [*now.refusals],
         "tasks": tasks,
     }
     alerts = (f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert"))
@@ -318,23 +410,49 @@ def _per_s(now: Look, before: Look | None, name: str) -> float | None:
     return round(grown * 1000 / (now.at_ms - before.at_ms), 1)
 
 
+def _blocking(seen: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each problem that keeps every worker from starting, with a remedy."""
+    if seen.get("leaderless"):
+        yield f"{without_leader(seen['leaderless'])}: {LEADER_REMEDY}"
+    if seen.get("missing_sources"):
+        yield f"missing source topics: {', '.join(seen['missing_sources'])}; create them, or correct `source.topics`"
+    if seen.get("reset_interrupted"):
+        yield (
+            "a `dedup reset` was interrupted, and the state is partly deleted: run the same `dedup reset` again to "
+            "finish it"
+        )
+    elif seen.get("deleted_topics"):
+        yield (
+            f"deleted topics: {', '.join(seen['deleted_topics'])}. The group has committed offsets, so `dedup "
+            f"apply` does not create them again: bring them back, or start over with `dedup reset`"
+        )
+
+
 def _wrong(seen: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence for each problem of the fleet, with a remedy."""
-    if seen["missing_topics"]:
-        yield f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them"
+    blocking = [*_blocking(seen)]
+    yield from blocking
+    others = {*seen.get("missing_sources", ()), *seen.get("deleted_topics", ())}
+    missing = [name for name in seen["missing_topics"] if name not in others]
+    # A reset creates the missing topics when it is run again.
+    if missing and not seen.get("reset_interrupted"):
+        yield f"missing topics: {', '.join(missing)}; {'then ' if blocking else ''}`dedup apply` creates them"
     lost = [task for task in seen["tasks"] if task["owner"] is None]
     if lost and len(lost) == len(seen["tasks"]) and not seen["members"]:
-        yield "no worker is running; start one with `dedup run`"
+        first = "remove the cause above, and then start" if blocking else "start"
+        yield f"no worker is running; {first} one with `dedup run`"
     elif lost:
         yield (
             f"{len(lost)} of {len(seen['tasks'])} partitions have no worker: the group is assigning them, or a worker "
             f"died less than session_timeout ago. If this stays so, start a worker with `dedup run`"
         )
     silent = sorted({task["owner"] for task in seen["tasks"] if task["owner"]} - {*seen["workers_that_answered"]})
+    yield from seen["refusals"]
     if silent:
+        remedy = "see above" if seen["refusals"] else "name their pages with --url, or see their logs"
         yield (
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
-            f"states are unknown: name their pages with --url, or see their logs"
+            f"states are unknown: {remedy}"
         )
     # A long commit interval alone is no fault, and neither is an old record alone, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
@@ -353,19 +471,67 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
+class Show(Protocol):
+    """Shows a status, or an error that kept a later status from being determined."""
+
+    def __call__(self, seen: dict[str, Any], failure: str | None = None) -> None:
+        """Show the status ``seen`` or, if ``failure`` is given, this error; ``seen`` is then the last status."""
+
+
 @contextlib.contextmanager
-def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place."""
+def showing(*, watch: bool, as_json: bool) -> Iterator[Show]:
+    """Yield a function that prints a status or, with --watch on a terminal, refreshes it in place.
+
+    The function prints an error to stderr; on a terminal, it shows the error below the last status.
+    """
     # A pipe has no width, so nothing is left out or wrapped.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
-    if as_json:
-        yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
-    elif watch and console.is_terminal:
-        # With `screen`, Rich uses the terminal's alternate screen, so the previous contents come back at the end.
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            yield lambda seen: live.update(table(seen, console.width), refresh=True)
-    else:
-        yield lambda seen: console.print(table(seen, console.width))
+
+    def show(seen: dict[str, Any], failure: str | None = None) -> None:
+        if failure is not None:
+            typer.echo(failure, err=True)
+        elif as_json:
+            typer.echo(json.dumps(seen, indent=None if watch else 2))
+        else:
+            console.print(table(seen, console.width))
+
+    if as_json or not watch or not console.is_terminal:
+        yield show
+        return
+    # With `screen`, Rich uses the terminal's alternate screen, so the previous contents come back at the end.
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+
+        def refresh(seen: dict[str, Any], failure: str | None = None) -> None:
+            if failure is not None:
+                seen = {**seen, "alerts": [f"{failure} The status above is the last one known."]}
+            live.update(table(seen, console.width), refresh=True)
+
+        yield refresh
+
+
+async def follow(look: Callable[[], Awaitable[Look]], show: Show, *, watch: bool) -> None:
+    """Show the status once, with rates or, with ``watch``, show it every two seconds until the caller cancels.
+
+    Raises BrokerUnavailable or StateIncompatible if the cluster does not say what its status is. With ``watch``, only
+    the first look raises; a later error is shown, and the next look follows.
+    """
+    before: Look | None = None
+    seen: dict[str, Any] = {}
+    while True:
+        try:
+            now = await look()
+        except (BrokerUnavailable, StateIncompatible) as error:
+            if before is None or not watch:
+                raise
+            show(seen, str(error))
+        else:
+            seen = looked(now, before)
+            if watch or before is not None:
+                show(seen)
+            if before is not None and not watch:
+                return
+            before = now
+        await asyncio.sleep(WATCH_S if watch else RATE_S)
 
 
 def table(seen: dict[str, Any], width: int) -> RenderableType:
@@ -409,6 +575,8 @@ def _place(task: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def _state(task: dict[str, Any], answered: Sequence[str]) -> str:
+    if not task.get("has_leader", True):
+        return "no leader"
     if task["owner"] is None:
         return "not running"
     if task["state"] is None:

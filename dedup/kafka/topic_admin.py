@@ -53,6 +53,8 @@ class Topic:
     topic_id: str
     partitions: int
     configs: Mapping[str, str] = field(default_factory=dict)
+    leaderless: tuple[int, ...] = ()
+    """The numbers of the partitions that have no leader, so that nobody can read them or write to them."""
 
     @property
     def places(self) -> list[TopicPartition]:
@@ -114,14 +116,18 @@ class Admin:
             answer = await self._client._send_request(sendable(request))  # noqa: SLF001  # the client has no request for topic IDs
         except KafkaError as error:
             raise BrokerUnavailable(f"the broker did not describe topics: {error!r}") from error
-        found: dict[str, tuple[str, int]] = {}
+        found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         for code, name, topic_id, _, partitions, *_rest in answer.topics:
             if code not in {0, UNKNOWN_TOPIC}:
                 raise _refused(f"describing topic {name!r}", code)
             if code == 0:
-                found[name] = topic_id.hex(), len(partitions)
+                leaderless = sorted(number for _, number, leader, *_ in partitions if leader < 0)
+                found[name] = topic_id.hex(), len(partitions), tuple(leaderless)
         configs = await self._configs(sorted(found))
-        return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
+        return {
+            name: Topic(name, topic_id, count, configs.get(name, {}), leaderless)
+            for name, (topic_id, count, leaderless) in found.items()
+        }
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
         """Wait until the named topics exist, and return them.

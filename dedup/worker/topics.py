@@ -263,7 +263,7 @@ def state_topics(topology: Topology) -> tuple[str, ...]:
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
-def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
+def refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
     """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in the message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
@@ -287,7 +287,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
     have = await admin.topics(known_names(topology))
     wanted = missing_topics(topology, settings, have)
     if not may_create_changelog:
-        _refuse_deleted(topology, have)
+        refuse_deleted(topology, have)
     created = "\n".join(_created(topology, have))
     if created:
         raise StateIncompatible(created)
@@ -368,7 +368,7 @@ async def refuse_plan(topology: Topology, plan: TopicPlan, wire: Wire, admin: Ad
     """
     planned = {topic.name: Topic(topic.name, "", topic.partitions) for topic in plan.make}
     if not planned.keys().isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
-        _refuse_deleted(topology, set(topic_names(topology)) - planned.keys(), done="created")
+        refuse_deleted(topology, set(topic_names(topology)) - planned.keys(), done="created")
     refuse_misfits(topology, {**planned, **await admin.topics(topic_names(topology))})
 
 

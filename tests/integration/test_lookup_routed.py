@@ -72,7 +72,7 @@ def test_both_workers_say_the_same_of_every_id(make_job: MakeJob, hops: str) -> 
 
     # `dedup status` finds the second worker by the first.
     (url,) = re.findall(r"web: (http://\S+)", both[0].log)
-    assert {page["worker"] for page in ask_fleet(job.name, [url], job.settings)} == {"a", "b"}
+    assert {page["worker"] for page in ask_fleet(job.name, [url], job.settings).pages} == {"a", "b"}
 
     both[1].kill()
     lost = next(n for n in range(IDS) if asked_of(both[0], n))

@@ -160,6 +160,46 @@ def test_doctor_and_status_name_the_number_that_gives_every_worker_a_group(make_
     assert "topics: warning" in said
 
 
+def test_doctor_and_status_say_what_every_worker_refuses(make_job: MakeJob) -> None:
+    """Was: doctor said only that `apply` or `run` creates the missing topics, and exited with 0."""
+    job = make_job(partitions=PARTITIONS, document=grouped(1), config=QUICK)
+    job.send(events_of(60)[:100])
+    job.finish()
+    assert "topics: ok" not in dedup(job, "doctor"), "the layout topic is missing"
+    regrouped(job, 4)
+    job.refused(code=3, says="but transactions.partitions is 4")
+    assert "but transactions.partitions is 4\n    -> Set it to 1" in dedup(job, "doctor", code=3)
+
+    dedup(job, "layout", "--apply", code=137, DEDUP_CRASH_AT="after_changing:1")
+    job.refused(code=3, says="or a change was interrupted")
+    assert "or a change was interrupted\n    -> Wait for `dedup layout --apply`" in dedup(job, "doctor", code=3)
+    dedup(job, "layout", "--apply")
+    dedup(job, "doctor")
+
+    reset = ("--yes", "--to", "earliest")
+    dedup(job, "reset", *reset, code=137, DEDUP_CRASH_AT="after_changing:1")
+    job.refused(code=3, says="a `dedup reset` was interrupted")
+    again = "un the same `dedup reset` again to finish it"
+    assert f"-> R{again}" in dedup(job, "doctor", code=3)
+    said = dedup(job, "status")
+    assert f"r{again}" in said
+    assert "no worker is running; remove the cause above, and then start one" in said
+    dedup(job, "reset", *reset)
+    job.finish()
+
+    changelog, (source,) = job.topology.changelog_topic, job.topology.source.topics
+    job.admin.delete_topic(changelog)
+    job.refused(code=3, says="it was deleted")
+    said = dedup(job, "doctor", code=3)
+    assert "it was deleted\n    -> Bring it back, or start over with `dedup reset`" in said
+    assert "creates it" not in said
+    said = dedup(job, "status")
+    assert f"deleted topics: {changelog}. The group has committed offsets" in said
+    assert "creates them" not in said
+    job.admin.delete_topic(source)
+    assert f"missing source topics: {source}; create them, or correct `source.topics`" in dedup(job, "status")
+
+
 def test_a_change_is_refused_while_workers_run(make_job: MakeJob) -> None:
     job = make_job(partitions=PARTITIONS, document=grouped(2), config=QUICK)
     job.send(events_of(65))

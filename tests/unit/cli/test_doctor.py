@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from dedup.cli.doctor import LAYERS, Symptom, _symptom, in_words, layer_of
+from dedup.cli import status
+from dedup.cli.doctor import LAYERS, Symptom, _of_topics, _symptom, in_words, layer_of
 from dedup.cli.main import create_app
 from dedup.kafka import connection as diagnosing
 from dedup.kafka.connection import Connection, Diagnosis, Trouble
-from dedup.settings import Security
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import CommittedOffset
+from dedup.settings import Security, Settings, TopicDefaults
+from dedup.topology.parse import parse
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -98,3 +104,48 @@ def test_a_registry_that_is_needed_and_not_configured_ends_with_2(closed_port, t
 def test_a_mistake_in_the_config_ends_with_2():
     result = CliRunner().invoke(create_app(), ["doctor", "--set", "brokers=localhost:1", "--set", "brocker=x"])
     assert getattr(result.exception, "exit_code", None) == 2
+
+
+TOPOLOGY = parse(
+    "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 1h\noutput: {topic: out}\n",
+    name="t.yaml",
+    read_file=lambda _: "",
+)
+
+
+def of_topics(settings, *topics):
+    """Return what doctor finds in a cluster in which the group has judged nothing yet."""
+    have = {each.name: each for each in topics}
+
+    async def found(names):
+        return {name: have[name] for name in names if name in have}
+
+    async def nothing_committed(_group, _place, *, stable):
+        return CommittedOffset(0, None)
+
+    wire = SimpleNamespace(committed_offset=nothing_committed)
+    return asyncio.run(_of_topics(TOPOLOGY, settings, wire, SimpleNamespace(topics=found)))
+
+
+def test_partitions_without_a_leader_are_named():
+    """Was: doctor found nothing, although no transaction could complete."""
+    topics = (Topic("c", "1", 4, {}, (0, 2)), Topic("t.changelog", "2", 4, {}, (3,)), Topic("out", "3", 4))
+    ((symptom,), layers) = of_topics(Settings(brokers=("localhost:1",)), *topics)
+    assert layers == {"leaders"}, "without leaders, the state cannot be read"
+    assert (symptom.layer, symptom.level) == ("leaders", "error")
+    assert symptom.problem.startswith("partitions without a leader: c 0, 2; t.changelog 3; no transaction")
+    assert symptom.remedy.startswith("Start the brokers that hold these partitions; if they run, look in their logs")
+
+
+@pytest.mark.parametrize(("create", "level"), [(True, "warning"), (False, "error")])
+def test_a_missing_topic_is_an_error_if_no_worker_may_create_it(monkeypatch, tmp_path, create, level):
+    async def none_idle(*_):
+        return []
+
+    monkeypatch.setattr(status, "idle_now", none_idle)
+    settings = Settings(brokers=("localhost:1",), state_dir=tmp_path, topics=TopicDefaults(create=create))
+    found, layers = of_topics(settings, Topic("c", "1", 4))
+    assert layers == {"leaders", "topics"}
+    assert ("Topic 't.changelog' does not exist; `run` or `apply` creates it", level) in {
+        (each.problem, each.level) for each in found
+    }
