@@ -19,7 +19,7 @@ log: Final = logging.getLogger(__name__)
 REPEATED_EVERY_S: Final = 60.0
 """The interval, in seconds, at which a continuing outage is logged again."""
 OVER_AFTER_S: Final = 15.0
-"""An outage is over after this time without a failure, which is longer than a client's retry interval of 10 s."""
+"""An outage is over after this time without a failure, which is longer than any client's retry interval."""
 AWAY: Final = {"outage": "away"}
 """The argument `extra` of the log messages that dedup repeats while a broker does not respond."""
 ASIDE: Final = {"outage": "aside"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -35,7 +36,7 @@ FIRST_PAUSE_S: Final = 0.2
 """The first pause, in seconds, before a task group whose commit got no response is rebuilt. The pause doubles with each
 attempt, up to `LONGEST_PAUSE_S`, until a commit succeeds.
 """
-LONGEST_PAUSE_S: Final = 10.0
+LONGEST_PAUSE_S: Final = 3.0
 _REJOINS: Final = "The task is discarded, and the worker rejoins the group."
 _MOST_NAMED: Final = 8
 """The maximum number of task groups that one log line names."""
@@ -120,6 +121,8 @@ class TaskManager:
         self._member: Final = member
         self._waiting: Final[dict[Members, Outage]] = {}
         """The task groups whose last commit got no response."""
+        self._recovered: Final = asyncio.Event()
+        """An event that is set when a group's commits succeed again, so that the others do not wait any longer."""
         self._waits: Final = Gathered(self._say_waits)
         self._goes_on: Final = Gathered(self._say_goes_on)
         self._damaged: Final[Counter[TopicPartition]] = Counter()
@@ -252,12 +255,18 @@ class TaskManager:
             self._waits.add(members, error)
         counted_in: bool | None = None
         while counted_in is None:
-            await asyncio.sleep(outage.next_pause_s(time.monotonic()))
+            await self._pause(outage.next_pause_s(time.monotonic()))
             counted_in = await member.is_member()
         if not counted_in or not self._is_current(members):
             raise error
         self._keep_counters(group)
         self._build(members)
+
+    async def _pause(self, most_s: float) -> None:
+        """Wait until another group's commits succeed again after an outage, or for ``most_s`` seconds."""
+        self._recovered.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._recovered.wait(), most_s)
 
     async def _start(self, group: TaskGroup, task: Task, outage: Outage) -> None:
         for attempt in range(1, _MOST_RESTORES + 1):
@@ -346,6 +355,7 @@ class TaskManager:
                 self._goes_on.add(tuple(group.tasks), time.monotonic() - outage.since_s)
                 self._waiting.pop(tuple(group.tasks), None)
                 outage.tries = 0
+                self._recovered.set()
 
     def _interval_s(self) -> float:
         """Return the commit interval in seconds. The interval grows with the number of busy groups, so that time is
