@@ -223,19 +223,11 @@ async def _refuse_start(
 
     `dedup.worker.worker` makes the same checks in the same order.
     """
-    from dedup.kafka.wire import TopicPartition
     from dedup.worker.layout import read_layout, refuse_other_layout, with_layout
-    from dedup.worker.offsets import committed_position, refuse_half_reset
-    from dedup.worker.topics import Cluster, group_is_new, refuse_deleted, refuse_used_output
+    from dedup.worker.topics import Cluster, begins_anew, refuse_deleted
 
-    marked = TopicPartition(topology.source.topics[0], 0)
-    found = await committed_position(wire, topology.name, marked, stable=False)
-    if found is not None:
-        refuse_half_reset(found.note, marked)
-    fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
-    if fresh:
-        await refuse_used_output(topology, wire, admin, meant=False)
-    else:
+    fresh = await begins_anew(topology, settings, wire, admin, meant=False)
+    if not fresh:
         refuse_deleted(topology, have)
     if not have.keys() >= {*topology.source.topics, *topology.feeding_topics}:
         return  # the layout depends on the partition counts of these topics

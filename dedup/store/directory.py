@@ -107,25 +107,27 @@ def delete_store(directory: Path) -> None:
     """
     if not directory.exists() and not directory.is_symlink():
         return
-    prepare_directory(directory)
-    lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        _lock(directory, lock)
+    with _locked(directory):
         # CURRENT is deleted last, so that a partly deleted store is later recognized as damaged and never opened as a
         # new store.
         for name in sorted(_names(directory), key=lambda name: name == "CURRENT"):
             (directory / name).unlink()
         directory.rmdir()
-    finally:
-        os.close(lock)
 
 
 def refuse_used(directory: Path) -> None:
     """Raise StateIncompatible if another process uses the store, or if the directory is not safe for a store."""
+    with _locked(directory):
+        pass
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
     prepare_directory(directory)
     lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(directory, lock)
+        yield
     finally:
         os.close(lock)
 

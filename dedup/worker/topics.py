@@ -24,7 +24,15 @@ from dedup.quantities import format_duration
 from dedup.settings import Settings
 from dedup.topology.lint import Finding
 from dedup.topology.model import LateForward, LateTo, Topology, auto_group_size
-from dedup.worker.offsets import answered, bounds_of, committed_offset, ends_of, first_record
+from dedup.worker.offsets import (
+    answered,
+    bounds_of,
+    committed_offset,
+    committed_position,
+    ends_of,
+    first_record,
+    refuse_half_reset,
+)
 from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
 
 log: Final = logging.getLogger(__name__)
@@ -469,6 +477,21 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
     if not meant:
         raise _refusal(topology, used, ends)
     await _leave_mark(topology, wire, ends)
+
+
+async def begins_anew(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, *, meant: bool) -> bool:
+    """Return whether a worker that starts now begins without any state, neither in the cluster nor on this machine.
+
+    Raises StateIncompatible if a reset was interrupted, or as `refuse_used_output` does, which takes ``meant``.
+    """
+    marked = TopicPartition(topology.source.topics[0], 0)
+    found = await committed_position(wire, topology.name, marked, stable=False)
+    if found is not None:
+        refuse_half_reset(found.note, marked)
+    fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
+    if fresh:
+        await refuse_used_output(topology, wire, admin, meant=meant)
+    return fresh
 
 
 async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:

@@ -34,12 +34,12 @@ from dedup.worker.dedup_task import DedupTask
 from dedup.worker.faust_app import BatchSchema, DedupApp, GroupAssignor, TableManager, identity
 from dedup.worker.introspection import Introspection
 from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
-from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
+from dedup.worker.offsets import bounds_of, committed_offset, ends_of
 from dedup.worker.restore import LostOffsets, Standbys
 from dedup.worker.task import SteadyClock, Task, TaskState
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager, ended
-from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
+from dedup.worker.topics import Cluster, begins_anew, prepare
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
@@ -507,13 +507,7 @@ async def _cluster(
 ) -> tuple[Topology, Cluster]:
     """Return the topology with its layout, and the cluster with all topics of the topology."""
     async with Admin(wire.connection) as admin:
-        marked = TopicPartition(topology.source.topics[0], 0)
-        found = await committed_position(wire, topology.name, marked, stable=False)
-        if found is not None:
-            refuse_half_reset(found.note, marked)
-        fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
-        if fresh:
-            await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
+        fresh = await begins_anew(topology, settings, wire, admin, meant=options.onto_existing_output)
         cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
         topology = await with_layout(topology, cluster, wire, fresh=fresh)
         if fresh or not topology.direct:
