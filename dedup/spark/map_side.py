@@ -86,7 +86,7 @@ _UNPACKED_REDUCERS: Final = 128
 _MOST_PACKED_BYTES: Final = 16 << 20
 """Uncompressed size at which a packed value is full; further rows for the same reduce task begin a new value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""Total size of packed rows above which a task writes them to a file."""
+"""Total size of buffered rows above which a task writes them to a file."""
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; input that is read in log order has one run per partition."""
 
@@ -274,11 +274,12 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
 
 
 class _Buffers:
-    """Keeps buffers in insertion order: in memory or, above `_IN_MEMORY_BYTES` in total, in a file in Spark's local
+    """Keeps buffers in insertion order: in memory or, above ``in_memory_bytes`` in total, in a file in Spark's local
     directory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_memory_bytes: int) -> None:
+        self._in_memory_bytes: Final = in_memory_bytes
         self._held: list[pa.Buffer] = []
         self._file: IO[bytes] | None = None
         self._sizes: Final[list[int]] = []
@@ -287,7 +288,7 @@ class _Buffers:
     def add(self, buffer: pa.Buffer) -> None:
         self._size_bytes += buffer.size
         self._held.append(buffer)
-        if self._size_bytes < _IN_MEMORY_BYTES:
+        if self._size_bytes < self._in_memory_bytes:
             return
         if self._file is None:
             # On an executor, Spark sets the directory for temporary files; elsewhere, the system's directory is used.
@@ -321,7 +322,8 @@ class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
     Processing a packed value costs about as much CPU time as processing a hundred rows. Therefore, the packer buffers
-    sorted rows (compressed, and in a file if necessary) until the values are large enough or the map task ends.
+    sorted rows until the values are large enough or the map task ends: first in memory, because compressing rows twice
+    would double the cost of packing, and the rest in a compressed file.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
@@ -336,7 +338,11 @@ class Packer:
         self._held: Final[list[tuple[pa.RecordBatch, npt.NDArray[np.uint16]]]] = []
         self._rows = 0
         self._bytes = 0
-        self._waiting: Final = _Buffers()
+        self._kept: Final[list[pa.RecordBatch]] = []
+        """The first sorted batches."""
+        self._kept_bytes = 0
+        self._waiting: Final = _Buffers(in_memory_bytes=0)
+        """The other sorted batches: for each batch, the packed rows of each group of reduce tasks."""
         self._borders: Final[list[list[int]]] = []
         """For each sorted batch, the position where each reduce task's rows begin, followed by the end of the batch."""
         self._sorted_rows = 0
@@ -363,8 +369,7 @@ class Packer:
             if self._sorted_rows >= _LEAST_ROWS * count or self._sorted_bytes >= _LEAST_BYTES * count:
                 yield from self._packed(rows)
             else:
-                for first, end in self._groups:
-                    self._waiting.add(packed_stream(_rows_of(rows, self._borders[-1], first, end)))
+                self._keep(rows)
 
     def rest(self) -> Batches:
         """Pack and yield the rows that `add` has not yielded yet."""
@@ -382,11 +387,22 @@ class Packer:
         self._rows = self._bytes = 0
         return rows
 
+    def _keep(self, rows: pa.RecordBatch) -> None:
+        # After the first batch in the file, all others go there, too, because the order must stay.
+        if len(self._kept) == len(self._borders) - 1 and self._kept_bytes + rows.nbytes <= _IN_MEMORY_BYTES:
+            self._kept.append(rows)
+            self._kept_bytes += rows.nbytes
+            return
+        for first, end in self._groups:
+            self._waiting.add(packed_stream(_rows_of(rows, self._borders[-1], first, end)))
+
     def _packed(self, last: pa.RecordBatch | None) -> Batches:
         """Pack and yield the buffered rows, followed by ``last``."""
         waiting = self._waiting.all()
         for number, (first, end) in enumerate(self._groups):
-            batches = list(map(unpacked, waiting[number :: len(self._groups)]))
+            kept = zip(self._kept, self._borders, strict=False)  # the other borders are those of batches in the file
+            batches = [_rows_of(rows, borders, first, end) for rows, borders in kept]
+            batches += map(unpacked, waiting[number :: len(self._groups)])
             if last is not None:
                 batches.append(_rows_of(last, self._borders[-1], first, end))
             # The size of a batch is computed once, because computing it takes as long as packing a few rows.
@@ -409,6 +425,8 @@ class Packer:
                 if slices:
                     yield self._pack(self._targets[reducer], slices)
         self._borders.clear()
+        self._kept.clear()
+        self._kept_bytes = 0
         self._waiting.clear()
         self._sorted_rows = self._sorted_bytes = 0
 
@@ -434,8 +452,8 @@ class ReceivedRows:
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Read all batches, which must have the schema `PACKED_ROWS` and can also have the column `KNOWN`."""
-        self._packed: Final = _Buffers()
-        self._known: Final = _Buffers()
+        self._packed: Final = _Buffers(_IN_MEMORY_BYTES)
+        self._known: Final = _Buffers(_IN_MEMORY_BYTES)
         self.notices: Final[list[bytes]] = []
         """Notices in the form that `read_notice` accepts."""
         for batch in batches:

@@ -134,14 +134,14 @@ def test_one_id_that_comes_again_and_again_is_judged_in_parts():
     assert rows_of(by_halves(batches(events), topology, [], rows=1_000)) == expected
 
 
-@pytest.mark.parametrize("at_a_time", [1, 128])
-def test_packed_rows_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path, monkeypatch, at_a_time):
+@pytest.mark.parametrize(("at_a_time", "in_memory_bytes"), [(1, 2_000), (128, 2_000), (3, 30_000)])
+def test_rows_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path, monkeypatch, at_a_time, in_memory_bytes):
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
     topology = topology_of({})
     events = [each for each in stream(4, 2_000) if each.partition == 0]
     in_memory = by_halves(batches(events), topology, [700], rows=50)
     monkeypatch.setattr("dedup.spark.map_side._UNPACKED_REDUCERS", at_a_time)
-    with patch("dedup.spark.map_side._IN_MEMORY_BYTES", 2_000), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
+    with patch("dedup.spark.map_side._IN_MEMORY_BYTES", in_memory_bytes), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
         in_file = by_halves(batches(events), topology, [700], rows=50)
     assert mapped.call_count == 2 + len(READERS), (
         "two map tasks, whose rows wait for larger packed values, and the others"
