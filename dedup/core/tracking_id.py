@@ -19,8 +19,8 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
 
 The sightings of an ID are stored under the ID's state key. If the canonical bytes are at most 32 bytes long, they are
 the state key. Otherwise, the state key is the byte ``00`` followed by the BLAKE2b-256 digest of the canonical bytes. No
-tag is ``00``, so nobody can suppress an event by choosing an ID whose canonical bytes equal the digest of the event's
-ID.
+canonical bytes begin with ``00``. Therefore, no short ID has the same state key as a long ID, and nobody can suppress
+an event by choosing such an ID.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def varints(text: npt.NDArray[np.uint8], at: _Longs, ends: _Longs) -> tuple[npt.NDArray[np.uint64], _Longs]:
-    """Return the unsigned number at each position in a batch's bytes, and the positions after the numbers.
+    """Return the unsigned number that begins at each given position in a batch's bytes, and the position after each
+    number.
 
     ``text`` must end with `PADDING`. Raises NotInColumns if any number extends beyond its entry in ``ends``, or has
     more than 64 bits.

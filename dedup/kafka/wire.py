@@ -1,9 +1,9 @@
 """Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
-Three classes implement the interface: `client.KafkaWire` for real brokers, `memory_wire.MemoryWire` for an in-memory
-cluster, and the simulator's log for tests. Each method sends its request once and returns the error code of the
-response. If a request gets no response, the method raises `NoAnswer`, and it is unknown whether the request took
-effect.
+`client.KafkaWire` implements the interface for real brokers, `memory_wire.MemoryWire` for an in-memory cluster, and
+`SimWire` and `DirectWire` in `tests/simulation` for the simulated cluster. Each method sends its request once and
+returns the error code of the response. If a request gets no response, the method raises `NoAnswer`, and it is unknown
+whether the request took effect.
 """
 
 from __future__ import annotations

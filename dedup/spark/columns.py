@@ -87,11 +87,11 @@ def as_records(
     """Convert a DataFrame, such as one from Spark's Kafka source, to the schema `RECORDS`; also keep the columns
     ``others``.
 
-    The column `value` (text or bytes) is required. The columns `key`, `headers`, and either `timestamp_ms` (integer) or
-    `timestamp` are optional. The columns `topic`, `partition`, and `offset` must be either all present or all absent.
-    If ``by_arrival`` is true, the column `timestampType` is also required, and the job fails at any row in which
-    `timestampType` is not 1. Raises TopologyError with a list of the columns that are missing or have an unsupported
-    type; ``place`` is the DataFrame's name in the error.
+    The column `value` (text or bytes) is required. The columns `key` and `headers` are optional, and so is the
+    timestamp, whose column is either `timestamp_ms` (integer) or `timestamp`. The columns `topic`, `partition`, and
+    `offset` must be either all present or all absent. If ``by_arrival`` is true, the column `timestampType` is also
+    required, and the job fails at any row in which `timestampType` is not 1. Raises TopologyError with a list of the
+    columns that are missing or have an unsupported type; ``place`` is the DataFrame's name in the error.
     """
     problems = [text for text in (_problem(df, name) for name in _TYPES if name != _KIND or by_arrival) if text]
     if by_arrival and _KIND not in df.columns:

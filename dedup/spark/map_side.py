@@ -122,8 +122,8 @@ class OffsetRuns:
         self.all: Final[list[OffsetRun]] = []
 
     def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
-        """Return two arrays: the number of each record's offset run, and the running maximum of event time within the
-        run.
+        """Return two arrays: for each record, the number that identifies its offset run, and the greatest event time of
+        the run so far.
 
         ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
         there are more than `_MOST_RUNS` offset runs, which means that the rows are not in log order.
