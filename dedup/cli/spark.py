@@ -547,7 +547,8 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
     """
     from dedup.spark.files import read_files
-    from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
+    from dedup.spark.rejected import keep_rejected, refuse_overlap
+    from dedup.spark.tables import output_records, table_rows, upsert_delta, upsert_jdbc
 
     began_s = time.monotonic()
     parsed = _fit_for(_read(topology, config, overrides), fmt if inputs else None)
@@ -560,14 +561,17 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)
-        left = keep_rejected(found, rejected)
-        changed = upsert_delta(found.rows, to) if isinstance(to, str) else upsert_jdbc(found.rows, to)
+        if rejected is not None:
+            refuse_overlap(spark, rejected, inputs or [], fmt, delta)
+        left = keep_rejected(found.rejected, rejected)
+        changed = upsert_delta(found, to) if isinstance(to, str) else upsert_jdbc(found, to)
     seconds = round(time.monotonic() - began_s, 3)
     lines = [f"{delta or table}: up to date, {counted(changed, 'row')} inserted or replaced in {seconds:.1f} s"]
-    if left:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
-        lines.append(f"rejected: {counted(sum(left.values()), 'record')} ({reasons}), written to {rejected}")
-    report = {"table": delta or table, "changed": changed, "rejected": left, "seconds": seconds}
+    if left.counts:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.counts.items())
+        lines.append(f"rejected: {counted(sum(left.counts.values()), 'record')} ({reasons}), written to {left.path}")
+    report = {"table": delta or table, "changed": changed, "rejected": left.counts, "seconds": seconds}
+    report |= {} if left.path is None else {"rejected_path": left.path}
     say(report, lines, as_json=as_json)
 
 

@@ -124,6 +124,9 @@ TableOrder = Annotated[
     ),
 ]
 RejectedPath = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
+    str | None,
+    typer.Option(
+        metavar="PATH", help="Directory for records that cannot become rows; each run adds a subdirectory to it."
+    ),
 ]
 OffsetsPerCommit = Annotated[int, typer.Option(min=1, metavar="N", help="Approximate number of offsets per commit.")]

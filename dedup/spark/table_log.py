@@ -33,7 +33,7 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.session import HadoopDirectory
 
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
-_CONFLICT: Final = re.compile(
+CONFLICT: Final = re.compile(
     r"DELTA_(METADATA|PROTOCOL)_CHANGED|DELTA_CONCURRENT_|(MetadataChanged|Concurrent\w+)Exception"
 )
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
@@ -171,7 +171,7 @@ class DeltaLog:
             return since
         if made:
             raise StateIncompatible(taken) from failed
-        if failed is not None and _CONFLICT.search(str(failed)):
+        if failed is not None and CONFLICT.search(str(failed)):
             raise BrokerUnavailable(
                 f"{self.path}: another job changed the table while commit {number} was being written. Nothing was "
                 f"written. Try again."

@@ -2,7 +2,8 @@
 
 If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
 record is newer (`ORDER`), and only a newer record replaces a row. Therefore, repeating, killing, or reordering runs
-does not change the result.
+does not change the result. A run is refused if the table was filled in another order, or if its columns have other
+types.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
 statement moves the rows to the target table. If a run is killed before moving the rows, the target table is unchanged,
@@ -15,13 +16,14 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import pyarrow as pa
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
@@ -30,12 +32,13 @@ from dedup.connect.upsert import RowMaker
 from dedup.core.formats import Format
 from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
 from dedup.core.tracking_id import Path, format_path
-from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.errors import BrokerUnavailable, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified, payload_columns
+from dedup.spark.json_digits import inexact
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.session import described
-from dedup.spark.table_log import DeltaLog
+from dedup.spark.table_log import CONFLICT, DeltaLog
 from dedup.topology.model import SinkColumn, Topology
 from dedup.topology.schema import ColumnType
 from dedup.verify.kafka_reader import KafkaReader
@@ -47,6 +50,7 @@ _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
 _MEMBERS: Final = "_dedup_members"
+_INEXACT: Final = "_dedup_inexact"
 _MEMBER_TYPES: Final[Mapping[type[t.DataType], ColumnType]] = {
     **dict.fromkeys((t.StringType, t.DateType), "text"),
     **dict.fromkeys((t.LongType, t.IntegerType, t.ShortType, t.ByteType), "integer"),
@@ -81,6 +85,15 @@ class Jdbc:
         given = {"driver": self.dialect.driver, "user": self.user, "password": self.password}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def own_columns(self) -> str:
+        """Return a query for the names of the table's columns that have a default or are generated.
+
+        dedup creates no such columns, so they are the user's.
+        """
+        schema, _, name = self.table.rpartition(".")
+        return self.dialect.own_columns.format(table=self.table, name=name, schema=schema or "main")
+
     def collated(self, field: t.StructField) -> str:
         """Return the COLLATE clause for an order column, or an empty string if the column is not a string."""
         return f" COLLATE {self.dialect.binary_collation}" if isinstance(field.dataType, t.StringType) else ""
@@ -94,10 +107,14 @@ class Dialect:
     driver: str
     binary: str
     double: str
+    timestamp: str
+    """A type for instants. A local time would repeat when clocks are set back, so it would be no order."""
     binary_collation: str
     """The collation that compares strings by their bytes, as Spark does."""
     digits: int
     """Maximum number of decimal digits that the database stores exactly."""
+    own_columns: str
+    """The query of `Jdbc.own_columns`, for a table with a ``name`` in a ``schema``."""
     one_writer: bool
     """Whether only one task may write at a time."""
 
@@ -106,6 +123,7 @@ class Dialect:
         name, digits = kind.simpleString(), self.digits
         known: dict[type[t.DataType], str] = dict(_SQL_TYPES)
         known |= {t.BinaryType: self.binary, t.DoubleType: self.double, t.FloatType: self.double}
+        known[t.TimestampType] = self.timestamp
         match kind:
             case _ if type(kind) in known:
                 return known[type(kind)]
@@ -123,13 +141,34 @@ _SQL_TYPES: Final[Mapping[type[t.DataType], str]] = {
     t.LongType: "BIGINT",
     **dict.fromkeys((t.IntegerType, t.ShortType, t.ByteType), "INTEGER"),
     t.BooleanType: "BOOLEAN",
-    t.TimestampType: "TIMESTAMP",
     t.DateType: "DATE",
 }
 _POSTGRESQL: Final = Dialect(
-    "jdbc:postgresql:", "org.postgresql.Driver", "BYTEA", "DOUBLE PRECISION", '"C"', digits=1000, one_writer=False
+    "jdbc:postgresql:",
+    "org.postgresql.Driver",
+    "BYTEA",
+    "DOUBLE PRECISION",
+    "TIMESTAMPTZ",
+    '"C"',
+    digits=1000,
+    own_columns="SELECT attname FROM pg_attribute WHERE attrelid = '{table}'::regclass "
+    "AND (atthasdef OR attidentity <> '')",
+    one_writer=False,
 )
-_SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", "BINARY", digits=15, one_writer=True)
+_SQLITE: Final = Dialect(
+    "jdbc:sqlite:",
+    "org.sqlite.JDBC",
+    "BLOB",
+    "DOUBLE",
+    "TIMESTAMP",
+    "BINARY",
+    digits=15,
+    own_columns="SELECT name FROM pragma_table_xinfo('{name}', '{schema}') WHERE dflt_value IS NOT NULL OR hidden <> 0",
+    one_writer=True,
+)
+_NUMERIC: Final = 2
+_JDBC_TYPES: Final = {12: "VARCHAR", -5: "BIGINT", 4: "INTEGER", 8: "DOUBLE", 91: "DATE"}
+"""The names of `java.sql.Types` of text, numbers, and dates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +179,19 @@ class TableRows:
     """The columns are `tracking_id`, the payload's columns, `event_time_ms`, and the three order columns."""
     rejected: DataFrame
     """The unchanged records, with the additional columns `reason` and `detail`."""
+    order: str
+    """What determines which record is newer: `event_time`, `offset`, or a column of the payload."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Convert records (`columns.RECORDS`) to table rows.
 
     ``schema`` is Spark DDL that lists the members to turn into columns; a record is rejected if one of these
-    members has another type. Without ``schema``, the columns are `key` and `value` as bytes. A record with a null value
-    becomes a row whose payload columns are null. ``order`` determines which record is newer: `event_time`, a column of
-    ``schema``, or `offset`. The order `offset` is correct only if all records with the same ID are in the same Kafka
-    partition. Raises SettingsError for an invalid schema or order.
+    members has another type, or a number that its column cannot keep exactly. Without ``schema``, the columns are
+    `key` and `value` as bytes. A record with a null value becomes a row whose payload columns are null. ``order``
+    determines which record is newer: `event_time`, a column of ``schema``, or `offset`. The order `offset` is correct
+    only if all records with the same ID are in the same Kafka partition. Raises SettingsError for an invalid schema or
+    order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -167,14 +209,16 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
             known, value = _with_members(known, topology, payload), fn.col(_MEMBERS)
         else:
             value = _json_of(topology.source.framing).cast("string")
-        known = known.withColumn("_payload", fn.from_json(value, asked, options))
+        known = known.withColumns({"_payload": fn.from_json(value, asked, options), _INEXACT: inexact(value, payload)})
         # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
-        bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
-        reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
-        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value does not match --schema")))
-        columns = [fn.col(f"_payload.{name}").alias(name) for name in payload.names]
-    by = {_EVENT_TIME: fn.col("dedup_time_ms"), _OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
+        unfit = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
+        bad = fn.coalesce(fn.when(unfit, fn.lit("the value does not match --schema")), fn.col(_INEXACT))
+        reason = fn.coalesce(reason, fn.when(bad.isNotNull(), fn.lit("schema_mismatch")))
+        detail = fn.coalesce(detail, bad)
+        columns = [fn.col("_payload").getField(name).alias(name) for name in payload.names]
+    given = {_EVENT_TIME: "dedup_time_ms", _OFFSET: "offset"}.get(order)
+    by = fn.col("_payload").getField(order) if given is None else fn.col(given)
     reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
     detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, which decides what is newest")))
     marked = known.withColumns({"reason": reason, "detail": detail, "order_value": by})
@@ -186,7 +230,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         fn.coalesce("partition", fn.lit(-1)).cast("int").alias("order_partition"),
         fn.coalesce("offset", fn.lit(-1)).cast("long").alias("order_offset"),
     )
-    return TableRows(rows, marked.where("reason IS NOT NULL").select(*records.columns, "reason", "detail"))
+    return TableRows(rows, marked.where("reason IS NOT NULL").select(*records.columns, "reason", "detail"), order)
 
 
 def _json_of(framing: SchemaIdPlace | None) -> Column:
@@ -256,27 +300,6 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
     return history_of_range(spark, settings, ranges).records
 
 
-def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
-    """Write the rejected records to ``path``, and return the number of rejected records for each reason.
-
-    Raises DedupError if a record was rejected and ``path`` is None.
-    """
-    rejected = found.rejected
-    if path is not None:
-        rejected.write.mode("overwrite").parquet(path)
-        rows = rejected.sparkSession.read.parquet(path).groupBy("reason").count().orderBy(fn.desc("count")).collect()
-        return {row["reason"]: row["count"] for row in rows}
-    first = rejected.first()
-    if first is None:
-        return {}
-    number = rejected.count()
-    where = "" if first["offset"] is None else f" ({first['topic']}/{first['partition']} offset {first['offset']})"
-    raise DedupError(
-        f"{number} records cannot become rows, the first{where} because of {first['reason']}: {first['detail']}. "
-        f"Nothing was written. Correct --schema or --order, or give a directory for them with --rejected."
-    )
-
-
 def _schema(ddl: str | None) -> t.StructType | None:
     if ddl is None:
         return None
@@ -285,15 +308,38 @@ def _schema(ddl: str | None) -> t.StructType | None:
     except PySparkException as error:
         text = f"is not Spark DDL, such as 'flight STRING, delay DOUBLE': {str(error).splitlines()[0]}"
         raise SettingsError([Problem("--schema", text)]) from error
-    taken = {ID, "event_time_ms", *ORDER, _BAD_JSON} & {field.name for field in parsed.fields}
-    if taken:
-        raise SettingsError([Problem("--schema", f"{', '.join(sorted(taken))}: dedup writes a column of this name")])
+    _refuse_names(parsed)
     unfit = [field for field in parsed.fields if _is_unfit(field.dataType)]
     if unfit:
         text = "{}: a table cannot hold {}; declare it STRING, which keeps its JSON, or its members as STRUCT"
         texts = [text.format(field.name, field.dataType.simpleString()) for field in unfit]
         raise SettingsError([Problem("--schema", each) for each in texts])
     return parsed
+
+
+def _refuse_names(payload: t.StructType) -> None:
+    # Spark and the databases do not distinguish the case of names.
+    own = {ID, "event_time_ms", *ORDER, _BAD_JSON}
+    problems = [f"{name}: dedup writes a column of this name" for name in payload.names if name.lower() in own]
+    texts = "{}: a column cannot have a quote in its name; declare the object that has the member STRING"
+    problems += [texts.format(name) for name in payload.names if '"' in name]
+    problems += [f"{name} is declared twice; names that differ only in case are equal" for name in _repeated(payload)]
+    if problems:
+        raise SettingsError([Problem("--schema", each) for each in problems])
+
+
+def _repeated(kind: t.DataType) -> Iterator[str]:
+    """Yield the names that occur more than once in a STRUCT of the type."""
+    match kind:
+        case t.ArrayType():
+            yield from _repeated(kind.elementType)
+        case t.StructType():
+            counts = Counter(name.lower() for name in kind.names)
+            yield from (name for name, count in counts.items() if count > 1)
+            for field in kind.fields:
+                yield from _repeated(field.dataType)
+        case _:
+            pass
 
 
 def _is_unfit(kind: t.DataType) -> bool:
@@ -312,57 +358,143 @@ def _is_unfit(kind: t.DataType) -> bool:
 def _newest(rows: DataFrame) -> DataFrame:
     """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
-    by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
-    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
-    return best.select(ID, *(fn.col(f"best.{name}").alias(name) for name in others))
+    quoted = [_quoted(name) for name in others]
+    by = fn.struct(*ORDER, fn.xxhash64(*quoted).alias("tie"))
+    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*quoted), by).alias("best"))
+    return best.select(ID, *(fn.col("best").getField(name).alias(name) for name in others))
 
 
-def upsert_delta(rows: DataFrame, path: str) -> int:
+def _quoted(name: str) -> str:
+    """Return a name as Spark SQL reads it, whatever characters it has."""
+    return f"`{name.replace('`', '``')}`"
+
+
+def _ddl(kind: t.DataType) -> str:
+    """Return a type as Spark SQL reads it; `simpleString` does not quote the names of members."""
+    match kind:
+        case t.StructType():
+            return f"STRUCT<{', '.join(f'{_quoted(each.name)}: {_ddl(each.dataType)}' for each in kind.fields)}>"
+        case t.ArrayType():
+            return f"ARRAY<{_ddl(kind.elementType)}>"
+        case _:
+            return kind.simpleString()
+
+
+def upsert_delta(found: TableRows, path: str) -> int:
     """Merge the newest row of each ID into the Delta table at ``path``; create the table if necessary.
 
-    Return the number of inserted or replaced rows. Raises StateIncompatible if the table lacks a column.
+    Return the number of inserted or replaced rows. Raises StateIncompatible if the table has other columns, or if it
+    was filled in another order. Raises BrokerUnavailable if another job changed the table at the same time.
     """
-    spark = rows.sparkSession
-    source = _newest(rows)
+    spark = found.rows.sparkSession
+    source = _newest(found.rows)
     table = DeltaLog(spark, path).table
-    columns = ", ".join(f"`{field.name}` {field.dataType.simpleString()}" for field in source.schema.fields)
-    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) USING delta")
-    _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
+    columns = ", ".join(f"{_quoted(field.name)} {_ddl(field.dataType)}" for field in source.schema.fields)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"
     merge = (
         f"MERGE INTO {table} t USING {{source}} s ON t.{ID} = s.{ID} "
         f"WHEN MATCHED AND {newer} THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
     )
-    with described(spark, f"{path}: merge the newest row of each tracking ID"):
+    with _explained_by_delta(path), described(spark, f"{path}: merge the newest row of each tracking ID"):
+        spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) USING delta")
+        there = spark.read.format("delta").load(path)
+        _refuse_other_columns(path, _types(source.schema), _types(there.schema))
+        by = _column_of(found.order)
+        if not there.where(~fn.col("order_value").eqNullSafe(fn.col(_quoted(by)))).isEmpty():
+            raise _other_order(path, by)
         row = spark.sql(merge, source=source).first()
     if row is None:
         raise InvariantBroken("Delta's MERGE reported no counts of rows.")
     return int(row["num_affected_rows"])
 
 
+@contextlib.contextmanager
+def _explained_by_delta(path: str) -> Iterator[None]:
+    """Inside the ``with`` block, turn errors about the table into dedup's errors."""
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        if CONFLICT.search(str(error)):
+            raise BrokerUnavailable(
+                f"{path}: another job changed the table at the same time. Nothing was written. Run the command again."
+            ) from error
+        if not isinstance(error, AnalysisException):
+            raise
+        said = " ".join(str(error).partition(";\n")[0].split())
+        raise StateIncompatible(
+            f"{path}: Delta says: {said} Nothing was written. Fix the cause and run the command again."
+        ) from error
+
+
+def _types(schema: t.StructType) -> dict[str, str]:
+    return {field.name: field.dataType.simpleString() for field in schema.fields}
+
+
 def _listed(names: Sequence[str], prefix: str = "") -> str:
     return ", ".join(prefix + name for name in names)
 
 
-def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str]) -> None:
-    missing = sorted(set(wanted) - set(found))
+def _column_of(order: str) -> str:
+    """Return the column whose value `order_value` repeats in each row."""
+    return {_EVENT_TIME: "event_time_ms", _OFFSET: "order_offset"}.get(order, order)
+
+
+def _other_order(table: str, by: str) -> StateIncompatible:
+    return StateIncompatible(
+        f"the table {table} was filled with another --order: it has a row whose order_value is not its {by}. Rows of "
+        f"two orders cannot be compared, so newer records would be dropped. Nothing was written. Give the --order with "
+        f"which the table was filled, or write to another table."
+    )
+
+
+def _refuse_other_columns(
+    table: str, wanted: Mapping[str, str], found: Mapping[str, str], own: Collection[str] = ()
+) -> None:
+    """Raise StateIncompatible if a table lacks a column, has one of another type, or has one that is not ``wanted``.
+
+    A replaced row would keep the value of a column that is not ``wanted``, so it would mix two records. The columns
+    ``own`` are the user's, so they may keep their values.
+    """
+    end = "it was created with another --schema, or not by dedup. Nothing was written. Write to another table, or"
+    missing = sorted(wanted.keys() - found.keys())
     if missing:
+        text = f"the table {table} has no column {', '.join(missing)}: {end} add the columns."
+        raise StateIncompatible(text)
+    # Another type would round or cut values without an error. A NUMERIC without a number of digits keeps all digits.
+    other = [
+        f"{name} is {found[name]}, not {kind}"
+        for name, kind in wanted.items()
+        if found[name] != kind and not kind.startswith(f"{found[name]}(")
+    ]
+    # If the column that decides the order has another type, too, then it is not another order.
+    if other and other[0].startswith("order_value "):
         raise StateIncompatible(
-            f"the table {table} has no column {', '.join(missing)}: it was created with another --schema, or not "
-            f"by dedup. Nothing was written. Write to another table, or add the columns."
+            f"the table {table} was filled with another --order: its column {other[0]}. Nothing was written. Give "
+            f"the --order with which the table was filled, or write to another table."
+        )
+    if other:
+        text = f"the table {table} has columns of other types ({'; '.join(other)}): {end} make the types equal."
+        raise StateIncompatible(text)
+    more = sorted(found.keys() - wanted.keys() - set(own))
+    if more:
+        raise StateIncompatible(
+            f"the table {table} has more columns than --schema ({', '.join(more)}), and a replaced row would keep "
+            f"their values of an older record. Nothing was written. Name them in --schema, remove them from the "
+            f"table, or write to another table."
         )
 
 
-def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
+def upsert_jdbc(found: TableRows, to: Jdbc) -> int:
     """Upsert the newest row of each ID into a database table; create the table if necessary.
 
     Return the number of inserted or replaced rows. Each call changes the table's rows with a single SQL statement.
-    Raises StateIncompatible if the table lacks a column or has no unique constraint on `tracking_id`.
+    Raises StateIncompatible if the table has other columns, was filled in another order, or has no unique constraint
+    on `tracking_id`.
     """
     if not _NAME.fullmatch(to.table):
         text = f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders"
         raise SettingsError([Problem("--table", text)])
-    source = _newest(rows)
+    source = _newest(found.rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
     # Strings in order columns are compared by their bytes, as in `_newest`.
     columns = [
@@ -377,9 +509,9 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
         with described(spark, f"{to.table}: stage the newest rows"), _connected(spark, to) as connection:
             key = f'PRIMARY KEY ("{ID}")'
             _execute(connection, f"CREATE TABLE IF NOT EXISTS {to.table} ({', '.join([*columns, key])})")
-            _refuse_other_columns(to.table, source.columns, _columns_of(connection, to.table))
             _execute(connection, f"CREATE TABLE {staging} ({', '.join(columns)})")
             try:
+                _refuse_other_table(connection, to, staging, source.schema, _column_of(found.order))
                 part = source.coalesce(1) if to.dialect.one_writer else source
                 part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
                 return _move(connection, staging, to.table, move, expected)
@@ -454,7 +586,36 @@ def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
         return int(statement.executeUpdate(sql))
 
 
-def _columns_of(connection: Any, table: str) -> list[str]:  # noqa: ANN401  # Java's
+def _refuse_other_table(connection: Any, to: Jdbc, staging: str, schema: t.StructType, by: str) -> None:  # noqa: ANN401
+    """Raise StateIncompatible if a table has other columns than its staging table, or was filled in another order."""
+    own = {row.getString(1) for row in _rows(connection, to.own_columns)}
+    _refuse_other_columns(to.table, _columns_of(connection, staging), _columns_of(connection, to.table), own)
+    value = f'"order_value"{to.collated(schema["order_value"])}'
+    other = f'SELECT 1 FROM {to.table} WHERE {value} IS DISTINCT FROM "{by}" LIMIT 1'  # noqa: S608  # checked names
+    if any(True for _ in _rows(connection, other)):
+        raise _other_order(to.table, by)
+
+
+def _rows(connection: Any, query: str) -> Iterator[Any]:  # noqa: ANN401  # Java's
+    """Yield the result set of a query at each of its rows."""
+    with contextlib.closing(connection.createStatement()) as statement, _explained(query):
+        rows = statement.executeQuery(query)
+        while rows.next():
+            yield rows
+
+
+def _columns_of(connection: Any, table: str) -> dict[str, str]:  # noqa: ANN401  # Java's
+    """Return the columns of a table with their types in the words of JDBC, such as BIGINT or NUMERIC(9,2)."""
     with contextlib.closing(connection.createStatement()) as statement:
         shape = statement.executeQuery(f"SELECT * FROM {table} WHERE 1 = 0").getMetaData()  # noqa: S608  # a checked name
-        return [shape.getColumnName(at + 1) for at in range(shape.getColumnCount())]
+        return {shape.getColumnName(at + 1): _type_of(shape, at + 1) for at in range(shape.getColumnCount())}
+
+
+def _type_of(shape: Any, at: int) -> str:  # noqa: ANN401  # Java's
+    # The names of the database would distinguish types that keep the same values, such as TEXT and VARCHAR(20): a
+    # database reports a text that is too long.
+    code = shape.getColumnType(at)
+    if code != _NUMERIC:
+        return str(_JDBC_TYPES.get(code, shape.getColumnTypeName(at)))
+    precision = shape.getPrecision(at)
+    return f"NUMERIC({precision},{shape.getScale(at)})" if precision else "NUMERIC"

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from dedup.cli.run import VerdictProgress
 from dedup.core.partitioner import partitions
+from dedup.errors import SettingsError
 from dedup.kafka.outage_lines import quiet_logging
+from dedup.spark.rejected import refuse_overlap
 from dedup.worker.logs import NOISY
 from tests.integration.workload import BASE_MS, Event
 from tests.spark.test_batch_files import LOG, write
@@ -37,9 +40,12 @@ def spark_command(spark, tmp_path, monkeypatch):
     (tmp_path / "shop.yaml").write_text(TOPOLOGY, encoding="utf-8")
     write(tmp_path / "in" / "log.parquet", LOG)
 
-    def run(command: str, *arguments: str) -> str:
+    def run(command: str, *arguments: str, fails: bool = False) -> str:
         given = ["spark", command, str(tmp_path / "shop.yaml"), *arguments, "--quiet"]
         ran = CliRunner().invoke(create_app(), given)
+        if fails:
+            assert isinstance(ran.exception, SettingsError), (ran.output, ran.exception)
+            return str(ran.exception)
         assert ran.exit_code == 0, (ran.output, ran.exception)
         return ran.stdout
 
@@ -81,12 +87,52 @@ def test_a_backfill_and_an_upsert_say_what_they_did(spark, spark_command, tmp_pa
     first = json.loads(spark_command("upsert", *table, "--rejected", str(tmp_path / "rejected"), "--json"))
     # Records with the IDs 1, 7, and 8; the torn one has none.
     assert (first["changed"], first["rejected"]) == (3, {"not_json": 1})
+    (tmp_path / "rejected" / "notes.txt").write_text("not of dedup", encoding="utf-8")
     # Delta puts its own words around it.
     text = f"{tmp_path / 'table'}: merge the newest row of each tracking ID"
     assert any(group == "dedup upsert shop" and text in (about or "") for group, about in jobs_of(spark))
     again = spark_command("upsert", *table, "--rejected", str(tmp_path / "rejected")).splitlines()
     assert "up to date, 0 rows inserted or replaced in" in again[0]
-    assert again[1] == f"rejected: 1 record (1 not_json), written to {tmp_path / 'rejected'}"
+    said, _, second = again[1].partition(", written to ")
+    assert said == "rejected: 1 record (1 not_json)"
+    assert {each.name for each in (tmp_path / "rejected").iterdir()} - {"notes.txt"} == {
+        Path(first["rejected_path"]).name,
+        Path(second).name,
+    }
+    (tmp_path / "rejected" / "notes.txt").unlink()
+    runs = spark.read.parquet(str(tmp_path / "rejected")).groupBy("upsert", "reason").count().collect()
+    assert [(row["reason"], row["count"]) for row in runs] == [("not_json", 1)] * 2
+
+
+def test_an_upsert_deletes_nothing_for_its_rejected_records(spark, spark_command, tmp_path):
+    """Was: `--rejected data` with `--input data/in` emptied `data`, and then said that the input was damaged."""
+    there = {path: path.read_bytes() for path in (tmp_path / "in").rglob("*") if path.is_file()}
+    (tmp_path / "beside").symlink_to(tmp_path)
+    (tmp_path / "file").touch()
+    arguments = ("--delta", str(tmp_path / "table"), "--rejected")
+    for given, rejected in [
+        ("in", ""),
+        ("in", "in"),
+        ("in", "in/rejected"),
+        ("i?", "in/rejected"),
+        ("{none,i[a-z]}/*.parquet", "in"),
+        ("in", "beside"),
+        ("in", "table/rejected"),
+        ("in", "file"),
+    ]:
+        said = spark_command(
+            "upsert", "--input", str(tmp_path / given), *arguments, str(tmp_path / rejected), fails=True
+        )
+        assert said.startswith("--rejected: "), (given, rejected, said)
+    spark.sql("CREATE TABLE a_table_with_files USING parquet AS SELECT 1 AS one")
+    (file,) = spark.table("a_table_with_files").inputFiles()
+    with pytest.raises(SettingsError, match="overlaps the files of the input"):
+        refuse_overlap(spark, f"{Path(file).parent}/rejected", ["a_table_with_files"], "table")
+    refuse_overlap(spark, f"{Path(file).parent}_rejected", ["a_table_with_files"], "table")
+    odd = tmp_path / "re[j]*"
+    spark_command("upsert", "--input", str(tmp_path / "in"), *arguments, str(odd))
+    assert len(list(odd.glob("upsert=*/*.parquet"))) > 0
+    assert {path: path.read_bytes() for path in there} == there
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pyspark.sql import functions as fn
 from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.spark.columns import RECORDS
-from dedup.spark.tables import ORDER, Jdbc, _connected, _newest, table_rows, upsert_delta, upsert_jdbc
+from dedup.spark.tables import ORDER, Jdbc, TableRows, _connected, _newest, table_rows, upsert_delta, upsert_jdbc
 from dedup.topology.parse import parse
 from tests.spark.postgres import USER, RunningPostgres, running_postgres
 
@@ -52,7 +52,7 @@ def postgres() -> Iterator[RunningPostgres]:
 class Table:
     """A table of one kind, to be written and read."""
 
-    upsert: Callable[[DataFrame], None]
+    upsert: Callable[[TableRows], None]
     read: Callable[[], DataFrame]
     others: Callable[[], set[str]]
     """Tables beside it: none may be left behind."""
@@ -99,8 +99,10 @@ def records(spark: SparkSession, *events: tuple[object, ...]) -> DataFrame:
     return spark.createDataFrame(list(events), RECORDS)
 
 
-def rows_of(spark: SparkSession, *events: tuple[object, ...], order: str = "event_time") -> DataFrame:
-    return table_rows(records(spark, *events), TOPOLOGY, schema=SCHEMA, order=order).rows
+def rows_of(
+    spark: SparkSession, *events: tuple[object, ...], order: str = "event_time", schema: str = SCHEMA
+) -> TableRows:
+    return table_rows(records(spark, *events), TOPOLOGY, schema=schema, order=order)
 
 
 def notes(table: Table) -> dict[str, str]:
@@ -169,11 +171,11 @@ def test_a_decimal_that_sqlite_would_round_is_refused(spark, tmp_path):
     to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
     schema = "id STRING, price DECIMAL({},2)"
     events = records(spark, event(1, 1, 1, price=1234567890123.45))
-    kept = table_rows(events, TOPOLOGY, schema=schema.format(15), order="event_time").rows
+    kept = table_rows(events, TOPOLOGY, schema=schema.format(15), order="event_time")
     upsert_jdbc(kept, to)
     (row,) = spark.read.jdbc(to.url, to.table, properties=to.properties()).collect()
     assert float(row.price) == 1234567890123.45
-    wide = table_rows(events, TOPOLOGY, schema=schema.format(16), order="event_time").rows
+    wide = table_rows(events, TOPOLOGY, schema=schema.format(16), order="event_time")
     with pytest.raises(SettingsError, match=r"decimal\(16,2\): this database keeps 15 digits; declare it STRING"):
         upsert_jdbc(wide, to)
 
@@ -181,7 +183,7 @@ def test_a_decimal_that_sqlite_would_round_is_refused(spark, tmp_path):
 def test_the_stated_order_decides(spark):
     pair = (event(1, 30, 1, note="later", seats=1), event(1, 10, 2, note="behind it", seats=9))
     for order, wanted in [("event_time", "later"), ("offset", "behind it"), ("seats", "behind it")]:
-        (row,) = _newest(rows_of(spark, *pair, order=order)).collect()
+        (row,) = _newest(rows_of(spark, *pair, order=order).rows).collect()
         assert row.note == wanted
 
 
@@ -307,11 +309,154 @@ def test_csv_cells_become_columns(spark):
         "a ARRAY<STRUCT<m: MAP<STRING, INT>>>",
         "v VARIANT",
         "c CHAR(3)",
+        "Order_Value INT",
+        "a INT, A INT",
+        "s STRUCT<a: INT, A: INT>",
+        '`a"b` INT',
     ],
 )
 def test_a_schema_that_can_not_be_is_refused(spark, schema):
     with pytest.raises(SettingsError, match="--schema"):
         table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, schema=schema, order="event_time")
+
+
+def test_a_number_that_its_column_would_round_is_rejected(spark):
+    """Was: 1.005 became 1.01 in DECIMAL(10,2), and a long number became another one in STRING."""
+    schema = (
+        "price DECIMAL(10,2), note STRING, delay DOUBLE, level FLOAT, to STRUCT<fee: DECIMAL(5,1)>, "
+        "fees ARRAY<DECIMAL(5,0)>"
+    )
+    fine = [
+        '"price": 1.50, "note": "1.005 12345678901234567.89"',
+        '"price": "1,234.500", "note": 12345678901234567890',
+        '"price": 1.2e1, "delay": 0.1234567890123456789, "to": {"fee": 3.10}, "fees": [7, 8.0]',
+        '"price": "\\u0031.5", "note": [1.5, {"a": null}], "other": 1.23456',
+    ]
+    bad = {
+        '"price": 1.005': "price",
+        '"price": "1.0,0,5"': "price",
+        '"price": "1\\u002e005"': "price",
+        '"price": 1e-3': "price",
+        '"price": 1, "note": 12345678901234567.89': "note",
+        '"price": 1, "note": {"a": [12345678901234567.89]}': "note",
+        '"price": 1, "delay": 1e400': "delay",
+        '"price": 1, "level": 1e39': "level",
+        '"price": 1, "to": {"fee": 3.11}': "to",
+        '"price": 1, "fees": [1, 2.5]': "fees",
+        '"price": 123456789.5': None,
+        '"price": "one.5e"': None,
+    }
+    values = [f'{{"id": "o1", {text}}}'.encode() for text in (*fine, *bad)]
+    rows = [(b"k", value, None, 5, "orders.unique", 0, at) for at, value in enumerate(values)]
+    found = table_rows(records(spark, *rows), TOPOLOGY, schema=schema, order="event_time")
+    assert {row.order_offset: row.price for row in found.rows.collect()} == {
+        0: Decimal("1.50"),
+        1: Decimal("1234.50"),
+        2: Decimal("12.00"),
+        3: Decimal("1.50"),
+    }
+    said = {row.offset: (row.reason, row.detail) for row in found.rejected.collect()}
+    for at, column in enumerate(bad.values(), start=len(fine)):
+        reason, detail = said.pop(at)
+        assert reason == "schema_mismatch"
+        assert f" more digits than its column can keep: {column} " in detail or column is None, (at, detail)
+    assert not said
+
+
+def test_a_decimal_of_another_format_is_not_rounded_either(spark):
+    topology = of_format("csv", "columns: [id, price]")
+    rows = [(b"k", each, None, 5, "orders.unique", 0, at) for at, each in enumerate([b"o1,1.5\n", b"o2,1.005\n"])]
+    found = table_rows(records(spark, *rows), topology, schema="price DECIMAL(9,2)", order="offset")
+    assert [row.price for row in found.rows.collect()] == [Decimal("1.50")]
+    assert [(each.offset, each.reason) for each in found.rejected.collect()] == [(1, "schema_mismatch")]
+
+
+def test_names_with_dots_and_dashes_are_columns(spark, table):
+    """Was: a traceback of Spark."""
+    schema = "`a.b` INT, `a-b` STRING"
+    members = {"a.b": 7, "a-b": "x"}
+    for number in (1, 2, 1):
+        found = rows_of(spark, event(number, 10, 0, **members), schema=schema, order="a.b")
+        table.upsert(found)
+    assert {(row["a.b"], row["a-b"]) for row in table.read().collect()} == {(7, "x")}
+
+
+def test_members_of_a_struct_keep_their_names_in_delta(spark, tmp_path):
+    table = delta_table(spark, str(tmp_path / "delta"))
+    schema = "s STRUCT<`a-b`: INT, `c.d`: ARRAY<STRUCT<`e f`: INT>>>"
+    with pytest.raises(StateIncompatible, match=r"Delta says: .*INVALID_CHARACTERS.*Nothing was written"):
+        table.upsert(rows_of(spark, event(1, 10, 0), schema=schema))
+    schema = schema.replace("e f", "e-f")
+    table.upsert(rows_of(spark, event(1, 10, 0, s={"a-b": 1, "c.d": [{"e-f": 2}]}), schema=schema))
+    (row,) = table.read().collect()
+    assert row.s.asDict(recursive=True) == {"a-b": 1, "c.d": [{"e-f": 2}]}
+
+
+def test_another_order_than_before_is_refused(spark, table):
+    """Was: no row was ever newer, so the updates were dropped without a word."""
+    table.upsert(rows_of(spark, event(1, 1_000, 5, note="old", seats=3)))
+    for order, said in [("offset", "order_offset"), ("seats", r"\w+, not \w+"), ("note", r"\w+, not \w+")]:
+        newer = rows_of(spark, event(1, 2_000, 900, note="new", seats=4), order=order)
+        with pytest.raises(StateIncompatible, match=f"filled with another --order: .*{said}.*Give the --order"):
+            table.upsert(newer)
+    assert notes(table) == {"o1": "old"}
+    table.upsert(rows_of(spark, event(1, 2_000, 900, note="new")))
+    assert notes(table) == {"o1": "new"}
+    assert table.others() == set()
+
+
+def test_columns_of_other_types_and_more_columns_are_refused(spark, table):
+    """Was: 1.7 became 1 in a column of integers; one more column in a Delta table was a traceback of Spark."""
+    table.upsert(rows_of(spark, event(1, 1, 1, note="a", n=1), schema="id STRING, note STRING, n INT"))
+    later = event(1, 2, 2, note="b", n=1.7)
+    with pytest.raises(
+        StateIncompatible, match=r"other types \(n is (int|INTEGER), not (double|DOUBLE)\).*make the types equal"
+    ):
+        table.upsert(rows_of(spark, later, schema="id STRING, note STRING, n DOUBLE"))
+    with pytest.raises(StateIncompatible, match=r"more columns than --schema \(n\), .* an older record"):
+        table.upsert(rows_of(spark, later, schema="id STRING, note STRING"))
+    assert notes(table) == {"o1": "a"}
+    assert table.others() == set()
+
+
+def test_a_time_is_an_order_when_clocks_are_set_back(spark, postgres, tmp_path):
+    """Was: PostgreSQL compared the local times of Spark's machine, so 01:15 UTC was older than 00:45 UTC."""
+    table = jdbc_table(spark, Jdbc(postgres.url, f"t_{tmp_path.name}", USER, postgres.password), "SELECT '' AS name")
+    zones = spark._jvm.java.util.TimeZone
+    before = zones.getDefault()
+    zones.setDefault(zones.getTimeZone("Europe/Berlin"))
+    try:
+        for at in ("2026-10-25T00:45:00Z", "2026-10-25T01:15:00Z"):
+            found = rows_of(
+                spark, event(1, 1, 1, note=at, at=at), schema="id STRING, note STRING, at TIMESTAMP", order="at"
+            )
+            table.upsert(found)
+        assert notes(table) == {"o1": "2026-10-25T01:15:00Z"}
+    finally:
+        zones.setDefault(before)
+
+
+def test_columns_of_the_user_in_a_database_keep_their_values(spark, postgres, tmp_path):
+    schema = "id STRING, note STRING, price DECIMAL(9,2)"
+    in_sqlite = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
+    in_postgres = Jdbc(postgres.url, f"public.u_{tmp_path.name}", USER, postgres.password)
+    for to in (in_sqlite, in_postgres):
+        table = jdbc_table(spark, to, "SELECT '' AS name")
+        table.upsert(rows_of(spark, event(1, 1, 1, note="a", price=1.25), schema=schema))
+        with _connected(spark, to) as connection:
+            statement = connection.createStatement()
+            statement.execute(f"ALTER TABLE {to.table} ADD seen TEXT DEFAULT 'no'")
+            statement.execute(f"UPDATE {to.table} SET seen = 'yes'")
+            if to is in_postgres:
+                # Types that hold every value of the original ones.
+                statement.execute(f"ALTER TABLE {to.table} ALTER price TYPE NUMERIC, ALTER note TYPE VARCHAR(20)")
+            statement.close()
+        events = event(1, 2, 2, note="b", price=2.25), event(2, 2, 2, note="c")
+        table.upsert(rows_of(spark, *events, schema=schema))
+        assert {(row.id, row.note, row.seen) for row in table.read().collect()} == {
+            ("o1", "b", "yes"),
+            ("o2", "c", "no"),
+        }
 
 
 def test_an_order_that_is_not_there_is_refused(spark):
@@ -321,7 +466,7 @@ def test_an_order_that_is_not_there_is_refused(spark):
 
 def test_a_table_with_other_columns_is_left_alone(spark, table):
     other = table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, schema="id STRING, note STRING", order="event_time")
-    table.upsert(other.rows)
+    table.upsert(other)
     with pytest.raises(StateIncompatible, match=r"has no column.*delay"):
         table.upsert(rows_of(spark, event(1, 2, 2, note="x")))
     assert notes(table) == {"o1": None}
@@ -337,9 +482,9 @@ def test_a_run_that_fails_half_way_leaves_the_table_as_it_was(spark, table):
             raise ValueError("planted")
         return note
 
-    rows = rows_of(spark, event(1, 2, 2, note="after"), event(2, 2, 3, note="bad")).withColumn("note", fails("note"))
+    found = rows_of(spark, event(1, 2, 2, note="after"), event(2, 2, 3, note="bad"))
     with pytest.raises(Exception, match="planted"):
-        table.upsert(rows)
+        table.upsert(dataclasses.replace(found, rows=found.rows.withColumn("note", fails("note"))))
     assert notes(table) == {"o1": "before"}
     assert table.others() == set()
 
@@ -347,7 +492,7 @@ def test_a_run_that_fails_half_way_leaves_the_table_as_it_was(spark, table):
 def test_the_database_says_why_in_a_sentence(spark, tmp_path):
     to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
     rows = rows_of(spark, event(1, 1, 1))
-    columns = ", ".join(f'"{name}"' for name in rows.columns)
+    columns = ", ".join(f'"{field.name}" {to.dialect.column(field.dataType)}' for field in rows.rows.schema.fields)
     import sqlite3  # noqa: PLC0415
 
     with sqlite3.connect(tmp_path / "shop.db") as database:

@@ -233,6 +233,7 @@ def on_spark() -> dict[str, Any]:
     from dedup.spark.backfill import RunReport  # noqa: PLC0415 - not every installation has Spark
     from dedup.spark.batch_verdicts import Counts  # noqa: PLC0415
     from dedup.spark.incremental import IncrementalReport  # noqa: PLC0415
+    from dedup.spark.rejected import Rejected  # noqa: PLC0415
     from dedup.spark.seed import Seeded, SeededPartition  # noqa: PLC0415
 
     @contextmanager
@@ -257,8 +258,11 @@ def on_spark() -> dict[str, Any]:
         "spark.incremental.incremental": added,
         "spark.incremental_input.NewFiles": None,
         "spark.seed.seed": Seeded("orders", partitions, begins, Counts(VERDICTS, CAUSES), 311.5),
-        "spark.tables.table_rows": SimpleNamespace(rows=None),
-        "spark.tables.keep_rejected": {"id_missing": 4, "amount_ill_typed": 300},
+        "spark.rejected.keep_rejected": Rejected(
+            {"id_missing": 4, "amount_ill_typed": 300}, "s3a://lake/rejected/orders/upsert=20261130T160000Z-5f3c9a21"
+        ),
+        "spark.rejected.refuse_overlap": None,
+        "spark.tables.table_rows": SimpleNamespace(rejected=None),
         "spark.tables.upsert_jdbc": 12_400_000,
     }
     return {
