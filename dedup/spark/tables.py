@@ -587,9 +587,18 @@ def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
 
 
 def _refuse_other_table(connection: Any, to: Jdbc, staging: str, schema: t.StructType, by: str) -> None:  # noqa: ANN401
-    """Raise StateIncompatible if a table has other columns than its staging table, or was filled in another order."""
+    """Raise StateIncompatible if a table has other columns than its staging table, or was filled in another order.
+
+    Raises SettingsError if the database shortened the name of a column.
+    """
     own = {row.getString(1) for row in _rows(connection, to.own_columns)}
-    _refuse_other_columns(to.table, _columns_of(connection, staging), _columns_of(connection, to.table), own)
+    wanted = _columns_of(connection, staging)
+    cut = [
+        Problem("--schema", f"{name}: the database shortens this name") for name in schema.names if name not in wanted
+    ]
+    if cut:
+        raise SettingsError(cut)
+    _refuse_other_columns(to.table, wanted, _columns_of(connection, to.table), own)
     value = f'"order_value"{to.collated(schema["order_value"])}'
     other = f'SELECT 1 FROM {to.table} WHERE {value} IS DISTINCT FROM "{by}" LIMIT 1'  # noqa: S608  # checked names
     if any(True for _ in _rows(connection, other)):

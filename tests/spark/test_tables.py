@@ -457,6 +457,9 @@ def test_columns_of_the_user_in_a_database_keep_their_values(spark, postgres, tm
             ("o1", "b", "yes"),
             ("o2", "c", "no"),
         }
+    long = Jdbc(postgres.url, f"l_{tmp_path.name}", USER, postgres.password)
+    with pytest.raises(SettingsError, match=r"--schema: a{64}: the database shortens this name"):
+        upsert_jdbc(rows_of(spark, event(1, 1, 1), schema=f"{'a' * 64} INT"), long)
 
 
 def test_an_order_that_is_not_there_is_refused(spark):
