@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import reduce
-from operator import or_
 from typing import Final
 
 from pyspark.errors import PySparkException
@@ -85,8 +83,7 @@ def as_events(table: DataFrame) -> Column:
     raw_bytes = F.encode(F.regexp_replace(bare, r"[^\x00-\xff]", "?"), _BYTES)
     # Searching every string of every row for other bytes would take long. Java replaces them by U+FFFD.
     suspicious = F.contains(json, F.lit(_REPLACEMENT)) | F.contains(json, F.lit('Infinity"'))
-    odd = reduce(or_, (_is_odd(column, field.dataType) for column, field in columns), F.lit(False))  # noqa: FBT003
-    return F.when(suspicious & odd, raw_bytes).otherwise(json.cast(BinaryType()))
+    return F.when(suspicious & _any_is_odd(columns), raw_bytes).otherwise(json.cast(BinaryType()))
 
 
 def _members(columns: Sequence[tuple[Column, StructField]], *, raw: bool) -> Column:
@@ -155,6 +152,12 @@ def _time(column: Column) -> Column:
     return F.when(F.length(dotted) < _MS_LENGTH, F.rpad(dotted, _MS_LENGTH, "0")).otherwise(dotted)
 
 
+def _any_is_odd(columns: Sequence[tuple[Column, StructField]]) -> Column:
+    # A chain of `|` over a thousand columns would be too deep for Spark's optimizer.
+    found = (_is_odd(column, field.dataType) for column, field in columns)
+    return F.exists(F.array(F.lit(False), *found), lambda is_odd: is_odd)  # noqa: FBT003 - a column
+
+
 def _is_odd(column: Column, kind: DataType) -> Column:
     """Return whether the column contains a string that is not UTF-8 or an infinite number."""
     match kind:
@@ -163,8 +166,7 @@ def _is_odd(column: Column, kind: DataType) -> Column:
         case FloatType() | DoubleType():
             return F.abs(column) == F.lit(float("inf"))
         case StructType():
-            members = (_is_odd(column[field.name], field.dataType) for field in kind.fields)
-            return reduce(or_, members, F.lit(False))  # noqa: FBT003 - a column
+            return _any_is_odd([(column[field.name], field) for field in kind.fields])
         case ArrayType():
             return F.exists(column, lambda each: _is_odd(each, kind.elementType))
         case MapType():
