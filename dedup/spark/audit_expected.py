@@ -13,7 +13,7 @@ from dedup.core.fold import OnFuture
 from dedup.errors import Problem, SettingsError
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
-from dedup.spark.batch_verdicts import judged, refuse_unchecked
+from dedup.spark.batch_verdicts import judged, refuse_unfit
 from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, identified
 from dedup.spark.files import History
 from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
@@ -166,7 +166,7 @@ class AuditCut:
             bounds = self.bounds[topic]
             return self.read(topic), {at: not each.start_deleted and mark is None for at, each in bounds.items()}
         if history is not None:
-            refuse_unchecked(self.topology, history)
+            refuse_unfit(self.topology, history)
             before = self._accepted_by_seed(self._before_the_log(history))
             return before.unionByName(self.read(topic, begins)), dict.fromkeys(lows, True)
         if mark is not None and mark.history == "topics":

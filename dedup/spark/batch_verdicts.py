@@ -36,6 +36,7 @@ from dedup.spark.log_order import in_log_order, ranges_of, spread
 from dedup.spark.log_tasks import assigned, frame_of, judge_logs
 from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_rows
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_rows
+from dedup.spark.row_events import lacking, unfit_columns
 from dedup.spark.session import RECORD_BYTES, shuffle_partitions
 from dedup.spark.sightings import routed
 from dedup.topology.model import Topology
@@ -242,9 +243,9 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
 def mode_of(topology: Topology, history: History) -> Mode:
     """Return the mode, which determines the order in which the records of a history are judged.
 
-    Raises SettingsError if the topology needs broker-set timestamps but the history does not guarantee them.
+    Raises SettingsError if the history cannot contain what the topology needs (`refuse_unfit`).
     """
-    refuse_unchecked(topology, history)
+    refuse_unfit(topology, history)
     if not history.placed:
         return "event_time"
     if topology.direct:
@@ -252,11 +253,21 @@ def mode_of(topology: Topology, history: History) -> Mode:
     return "log" if history.feeds else "merged"
 
 
-def refuse_unchecked(topology: Topology, history: History) -> None:
-    """Raise SettingsError if the topology needs broker-set timestamps but the history does not guarantee them."""
+def refuse_unfit(topology: Topology, history: History) -> None:
+    """Raise SettingsError if no record of the history can have an ID or an event time, because columns are missing or
+    have other types, or if the topology needs broker-set timestamps but the history does not guarantee them.
+    """
+    remedy = (
+        "which the input does not have: add the column `key`, `headers`, or `timestamp_ms`, or name a field instead"
+    )
+    problems = list(lacking(topology, history.absent, remedy))
+    if history.events is not None:
+        problems += unfit_columns(history.events, topology)
     if topology.by_arrival and not history.by_arrival and not history.feeds:
         text = "is arrival, so pass what `read_files` or `read_kafka` returns: a plain DataFrame does not show which "
-        raise SettingsError([Problem("event_time", text + "timestamps are the broker's")])
+        problems.append(Problem("event_time", text + "timestamps are the broker's"))
+    if problems:
+        raise SettingsError(problems)
 
 
 ORDER_TEXTS: Final[Mapping[Mode, str]] = {

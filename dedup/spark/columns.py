@@ -128,6 +128,12 @@ def headers_of(df: DataFrame) -> Column:
     return F.coalesce(F.col("headers").cast(HEADERS), none) if "headers" in df.columns else none
 
 
+def absent_from(df: DataFrame) -> frozenset[str]:
+    """Return the columns of `RECORDS` that an ID or an event time can come from, but that ``df`` does not have."""
+    there = {*df.columns, *(("timestamp_ms",) if "timestamp" in df.columns else ())}
+    return frozenset({"key", "headers", "timestamp_ms"} - there)
+
+
 def _problem(df: DataFrame, name: str) -> str | None:
     if name not in df.columns:
         return "has no column `value`: rename the column that holds the events" if name == "value" else None

@@ -6,6 +6,7 @@ Neither function uses JVM objects, so both work over Spark Connect if dedup is i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -13,14 +14,12 @@ from typing import Final, Literal, get_args
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
-from dedup.core.event_time import RecordTime
-from dedup.core.tracking_id import HeaderRule, KeyFieldRule, KeyRule, PartsRule, alternatives_of
 from dedup.errors import Problem, SettingsError
 from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import Order, judged
-from dedup.spark.columns import COORDINATES, as_records
-from dedup.spark.files import as_events
+from dedup.spark.columns import COORDINATES, absent_from, as_records
+from dedup.spark.row_events import as_events, lacking, not_for_python, quoted, unfit_columns
 from dedup.topology.model import LateForward, Topology, extractor_of
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside, text_of
@@ -45,6 +44,8 @@ _ADDED: Final = {
     "dedup_stream_time": "stream_time_ms",
 }
 """Maps each added column to the column of `batch_verdicts.judged` with its values; times in ms become timestamps."""
+_END_OF_TIME_MS: Final = 253_402_214_400_000
+"""9999-12-31 00:00 UTC. Each earlier time is in the year 9999 or before in every time zone."""
 
 
 def dedup(
@@ -68,9 +69,10 @@ def dedup(
     values name their schemas.
 
     Raises SettingsError for a streaming DataFrame, an unknown ``shape`` or ``order``, a duplicate column name, or a
-    column with the name of an added column. Also raises SettingsError if the topology or the order needs columns that
-    ``df`` lacks. Raises TopologyError for a column of an unsupported type or an invalid topology file. When the result
-    is computed, the job raises the errors that `backfill.backfill` lists.
+    column with the name of an added column; upper and lower case do not matter. Also raises SettingsError if the
+    topology or the order needs columns that ``df`` lacks or that have an unsuitable type, or if Spark cannot pass a
+    column to Python. Raises TopologyError for an invalid topology file or, if ``shape`` is "kafka", an unsupported type
+    of a record's column. When the result is computed, the job raises the errors that `backfill.backfill` lists.
     """
     rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -120,28 +122,33 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
     if df.isStreaming:
         text = "is a stream: each micro-batch would be deduplicated separately. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
-    for name in sorted(set(df.columns)):
-        if name in {_ROW, *_ADDED}:
-            problems.append(Problem(f"column {name}", "is a column that dedup adds; rename or drop it"))
-        if df.columns.count(name) > 1:
-            problems.append(Problem(f"column {name}", "occurs more than once; rename one of them"))
+    problems += [*_unfit_names(df), *not_for_python(df.schema)]
     if order == "offsets" and not placed:
         problems.append(Problem("order", '"offsets" needs shape "kafka" with the columns topic, partition and offset'))
     if shape == "columns":
-        problems += _without_columns(topology)
+        problems += [*_without_columns(topology), *unfit_columns(df.schema, topology)]
+    else:
+        remedy = "which the DataFrame does not have: add the column `key`, `headers`, or `timestamp`"
+        problems += lacking(topology, absent_from(df), remedy)
     if problems:
         raise SettingsError(problems)
+
+
+def _unfit_names(df: DataFrame) -> Iterator[Problem]:
+    """Yield a problem for each column whose name is not its own; Spark ignores case, unless the session says not to."""
+    alike = str if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true" else str.lower
+    counts = Counter(map(alike, df.columns))
+    for name in sorted(set(df.columns)):
+        if name.lower() in {_ROW, *_ADDED}:
+            yield Problem(f"column {name}", "is a column that dedup adds; rename or drop it")
+        if counts[alike(name)] > 1:
+            yield Problem(f"column {name}", "occurs more than once; rename one of them")
 
 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
     """Yield a problem for each topology setting that rows of plain columns cannot satisfy."""
     lacks = 'which a row of plain columns does not have; pass shape="kafka"'
-    rules = alternatives_of(topology.tracking_id.rule)
-    parts = [part.rule for rule in rules if isinstance(rule, PartsRule) for part in rule.parts]
-    if any(isinstance(each, KeyRule | KeyFieldRule | HeaderRule) for each in (*rules, *parts)):
-        yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
-    if isinstance(topology.event_time, RecordTime):
-        yield Problem("event_time", f"is the record's timestamp, {lacks}")
+    yield from lacking(topology, {"key", "headers", "timestamp_ms"}, lacks)
     found = {
         "bytes": "an opaque value",
         "json_schema": "a schema registry's framing",
@@ -158,7 +165,7 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
 
 def _records(df: DataFrame, topology: Topology, shape: Shape) -> DataFrame:
     """Return ``df`` as `columns.RECORDS`, with the original columns in the struct `_ROW`."""
-    row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
+    row = F.struct(*(F.col(quoted(name)) for name in df.columns)).alias(_ROW)
     table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
     return as_records(table, place="the DataFrame", others=(_ROW,), by_arrival=topology.by_arrival)
 
@@ -167,6 +174,8 @@ def _added(source: str) -> Column:
     column = F.col(source)
     if not source.endswith("_ms"):
         return column
-    at = F.timestamp_millis(column)
-    # 0 stands for a time that could not be read.
-    return F.when((column != 0) | F.col("dedup_id").isNotNull(), at) if source == "dedup_time_ms" else at
+    # 0 stands for a time that could not be read. Spark cannot convert every other time, and Python's datetime fewer.
+    shown = (column >= 0) & (column < _END_OF_TIME_MS)
+    if source == "dedup_time_ms":
+        shown &= (column != 0) | F.col("dedup_id").isNotNull()
+    return F.timestamp_millis(F.when(shown, column))

@@ -24,14 +24,15 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructType, TimestampNTZType, TimestampType
+from pyspark.sql.types import BinaryType, StructType
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, as_records, integers_of
+from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
+from dedup.spark.row_events import as_events
 from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -44,7 +45,6 @@ _FOOTERS_AT_ONCE: Final = 8
 
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
-_MS_LENGTH: Final = len("2024-01-01T00:00:00.000")
 _JSON_RECORD: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
     "`partition` int, `offset` bigint"
@@ -127,6 +127,8 @@ class History:
     """Whether reading fails at a record whose timestamp the broker did not set."""
     events: StructType | None = None
     """The columns of the input if each row is an event; otherwise, None."""
+    absent: frozenset[str] = frozenset()
+    """The columns that a record's ID or event time can come from, but that the input does not have."""
 
 
 def read_files(
@@ -175,12 +177,12 @@ def read_table(
 
 
 def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: bool, by_arrival: bool) -> History:
-    records, splits, events = found.table, None, None
+    table, splits, events = found.table, None, None
     if rows_are_events:
-        events = records.schema
-        records = as_records(records.select(as_events(records).alias("value")), place=place, by_arrival=by_arrival)
+        events, table = table.schema, table.select(as_events(table).alias("value"))
+        records = as_records(table, place=place, by_arrival=by_arrival)
     else:
-        records = as_records(records, place=place, others=found.of_path, by_arrival=by_arrival)
+        records = as_records(table, place=place, others=found.of_path, by_arrival=by_arrival)
         # Tasks that read the files themselves would not check the timestamps' types.
         if fmt == "parquet" and not found.of_path and not by_arrival:
             splits = _input_splits(found.table)
@@ -199,6 +201,7 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         pieces=splits,
         bounds=order.bounds,
         events=events,
+        absent=absent_from(table),
         by_arrival=by_arrival,
     )
 
@@ -434,42 +437,6 @@ def _json_row() -> Column:
     whole = F.array_contains(members, "value") & (F.size(unknown) == 0)
     row = F.from_json("value", _JSON_RECORD, {"mode": "FAILFAST"})
     return F.when(F.coalesce(whole, F.lit(False)), row).otherwise(F.raise_error(text))  # noqa: FBT003 - a column
-
-
-def as_events(table: DataFrame) -> Column:
-    """Return a column with each row as JSON bytes, without null members.
-
-    Times that are more precise than milliseconds keep all their digits, because cutting off digits could make two
-    different events equal.
-    """
-    columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
-    return F.to_json(F.struct(*columns)).cast(BinaryType())
-
-
-def _exact(column: Column, kind: DataType) -> Column:
-    """Return the column with times as text in Spark's JSON format, with extra digits for times that are more precise
-    than milliseconds.
-    """
-    match kind:
-        case TimestampType():
-            return F.concat(_time(column), F.date_format(column, "XXX"))
-        case TimestampNTZType():
-            return _time(column)
-        case StructType():
-            members = [_exact(column[field.name], field.dataType).alias(field.name) for field in kind.fields]
-            return F.when(column.isNotNull(), F.struct(*members))
-        case ArrayType():
-            return F.transform(column, lambda each: _exact(each, kind.elementType))
-        case MapType():
-            return F.transform_values(column, lambda _, each: _exact(each, kind.valueType))
-        case _:
-            return column
-
-
-def _time(column: Column) -> Column:
-    text = F.translate(column.cast("string"), " ", "T")
-    dotted = F.when(F.instr(text, ".") > 0, text).otherwise(F.concat(text, F.lit(".")))
-    return F.when(F.length(dotted) < _MS_LENGTH, F.rpad(dotted, _MS_LENGTH, "0")).otherwise(dotted)
 
 
 def _input_splits(table: DataFrame) -> InputSplits | None:

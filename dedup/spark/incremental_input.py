@@ -20,8 +20,9 @@ from pyspark.sql.types import ArrayType, DataType, StructType
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRule, PartsRule, Path, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
-from dedup.spark.columns import as_records
-from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
+from dedup.spark.columns import absent_from, as_records
+from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
+from dedup.spark.row_events import as_events
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
@@ -270,7 +271,8 @@ class NewRows:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
         records = as_records(table, place=self.place, by_arrival=self.by_arrival)
         history = history_of(records, identified=True)
-        return replace(history, by_arrival=self.by_arrival, events=self.frame.schema if self.rows_are_events else None)
+        events = self.frame.schema if self.rows_are_events else None
+        return replace(history, by_arrival=self.by_arrival, events=events, absent=absent_from(table))
 
 
 GrowingInput = NewFiles | NewVersions | NewRows

@@ -42,7 +42,7 @@ from dedup.kafka.topic_admin import Admin, Group, on_cluster
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import FetchedRecord, Position, TopicPartition
 from dedup.settings import Settings
-from dedup.spark.batch_verdicts import Counts, history_of, refuse_unchecked
+from dedup.spark.batch_verdicts import Counts, history_of, refuse_unfit
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import Folded, changelog_rows, fold_history
@@ -160,7 +160,7 @@ def seed(
         whole = _of_topics(spark, settings, found, by_arrival=topology.by_arrival)
     else:
         given = history if isinstance(history, History) else history_of(history, identified=False)
-        refuse_unchecked(topology, given)
+        refuse_unfit(topology, given)
         whole = _before(given, found, until)
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
         with translated_errors():

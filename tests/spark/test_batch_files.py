@@ -434,14 +434,15 @@ def test_shuffle_partitions_may_be_auto_as_on_databricks(spark):
 def test_an_input_that_was_replaced_by_one_of_the_same_size_is_another_input(spark, tmp_path):
     file, out = tmp_path / "in" / "a.json", str(tmp_path / "out")
     file.parent.mkdir()
+    timed = topology(event_time={"field": "id", "unit": "ms"})
     file.write_bytes(b'{"id":1}\n{"id":1}\n')
-    backfill(read_files(spark, [str(file)], "json"), topology(), out, now_ms=NOW_MS)
+    backfill(read_files(spark, [str(file)], "json"), timed, out, now_ms=NOW_MS)
     before = file.stat()
     file.write_bytes(b'{"id":1}\n{"id":2}\n')
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10_000_000))
     assert file.stat().st_size == before.st_size
     with pytest.raises(StateIncompatible, match="with another topology, input or order"):
-        backfill(read_files(spark, [str(file)], "json"), topology(), out, now_ms=NOW_MS)
+        backfill(read_files(spark, [str(file)], "json"), timed, out, now_ms=NOW_MS)
 
 
 def test_columns_in_the_paths_of_files_are_kept(spark, tmp_path):

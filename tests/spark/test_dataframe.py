@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
@@ -18,7 +19,8 @@ from dedup.spark import dedup, unique
 from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
 from dedup.spark.columns import as_records
 from dedup.spark.dataframe import Shape
-from dedup.spark.files import as_events
+from dedup.spark.row_events import as_events
+from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 
 FILE = """
@@ -158,15 +160,29 @@ def test_a_stream_is_refused(spark: SparkSession):
         dedup(stream, SHOP)
 
 
-@pytest.mark.parametrize("name", ["dedup_verdict", "dedup_first_seen", "dedup_row"])
+@pytest.mark.parametrize("name", ["dedup_verdict", "dedup_first_seen", "dedup_row", "Dedup_Id"])
 def test_a_name_that_the_result_needs_is_refused(orders: DataFrame, name: str):
     with pytest.raises(SettingsError, match=f"column {name}: is a column that dedup adds"):
         dedup(orders.withColumn(name, F.lit(1)), SHOP)
 
 
 def test_a_name_that_stands_twice_is_refused(orders: DataFrame):
-    with pytest.raises(SettingsError, match="column note: occurs more than once"):
-        dedup(orders.select("*", "note"), SHOP)
+    for name in ("note", "Note"):
+        with pytest.raises(SettingsError, match="column note: occurs more than once"):
+            dedup(orders.select("*", F.lit("x").alias(name)), SHOP)
+
+
+def test_any_other_name_can_be_a_column(spark: SparkSession):
+    rows = spark.createDataFrame([(1, AT, 5, 7)], ["id", "at", "we`ird", "a.b"])
+    found = unique(rows, flat(), now_ms=NOW_MS)
+    assert found.columns == rows.columns
+    assert found.collect() == rows.collect()
+
+
+@pytest.mark.parametrize("interval", ["interval '1-2' year to month", "make_interval(1, 2, 3)"])
+def test_a_type_that_python_cannot_hold_is_refused(orders: DataFrame, interval: str):
+    with pytest.raises(SettingsError, match=r"column x: is interval.*, which Spark cannot pass to Python; cast it"):
+        dedup(orders.withColumn("x", F.expr(interval)), SHOP)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +208,141 @@ def test_a_row_of_columns_has_no_member_of_a_key(orders: DataFrame):
     text = FILE.replace("{field: order.id}", "{key: id}").replace("source: {", "source: {key_format: json, ")
     with pytest.raises(SettingsError, match="tracking_id: is taken from the record's key or a header"):
         dedup(orders, parse(text, name="shop.yaml"))
+
+
+ORDER = "order is struct<id:bigint,lines:array<string>>, but an ID is a single value; name one of its members"
+
+
+@pytest.mark.parametrize(
+    ("column", "type_of", "says"),
+    [
+        ("Order.ID", None, r'Order.ID is not there: the rows have no column `Order`; did you mean "order"\? Upper and'),
+        ("order.ID", None, r'order.ID order has no member `ID`; did you mean "id"\?'),
+        (
+            "customer",
+            None,
+            r"customer is not there: the rows have no column `customer`, only at, day, note, order, pric",
+        ),
+        ("note.id", None, "note.id is not there: note is string, which has no member `id`"),
+        ("order", None, ORDER),
+        ("void", "void", "void is void, which is always null; cast the column"),
+    ],
+)
+def test_an_id_that_no_row_can_have_is_refused(orders: DataFrame, column: str, type_of: str | None, says: str):
+    given = orders if type_of is None else orders.withColumn(column, F.lit(None).cast(type_of))
+    for rule in ("{field: %s}", "{first_of: [{field: order.id}, {field: %s}]}", "{fields: [order.id, %s]}"):
+        with pytest.raises(SettingsError, match=f"tracking_id: {says}"):
+            unique(given, parse(FILE.replace("{field: order.id}", rule % column), name="shop.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "says"),
+    [
+        (
+            "timestamp_ntz",
+            "rfc3339",
+            r"at is timestamp_ntz, a time without a time zone; convert the column to timestamp",
+        ),
+        ("date", "rfc3339", "at is date, which unit rfc3339 cannot read; convert the column to timestamp"),
+        ("bigint", "rfc3339", "at is bigint, which unit rfc3339 cannot read; write unit: s, ms, or us"),
+        ("timestamp", "ms", "at is timestamp, which unit ms cannot read; write unit: rfc3339"),
+        ("string", "us", "at is string, which unit us cannot read; write unit: rfc3339"),
+    ],
+)
+def test_an_event_time_that_no_row_can_have_is_refused(orders: DataFrame, kind: str, unit: str, says: str):
+    given = orders.withColumn("at", F.lit(None).cast(kind))
+    with pytest.raises(SettingsError, match=f"event_time: {says}"):
+        unique(given, parse(FILE.replace("rfc3339", unit), name="shop.yaml"))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "{parts: [{field: order}, {field: tags.x, absent: as_value}]}",
+        '{fields: ["order.lines[0]", note]}',
+        "{first_of: [{header: id}, {field: v.x}]}",
+    ],
+)
+def test_what_some_row_can_have_is_not_refused(orders: DataFrame, rule: str):
+    given = orders.withColumn("v", F.parse_json(F.lit("{}")))
+    dedup(given, parse(FILE.replace("{field: order.id}", rule), name="shop.yaml"))
+
+
+def test_records_of_kafka_without_headers_or_times_are_refused(spark: SparkSession):
+    rows = spark.createDataFrame([("{}",)], "value string")
+    text = FILE.replace("{field: order.id}", "{header: id}").replace("{field: at, unit: rfc3339}", "record")
+    with pytest.raises(
+        SettingsError, match=r"tracking_id: is taken from .* a header, which the DataFrame does not"
+    ) as e:
+        dedup(rows, parse(text, name="shop.yaml"), shape="kafka")
+    assert "event_time: is the record's timestamp, which the DataFrame does not have" in str(e.value)
+    dedup(
+        rows.selectExpr(
+            "*", "CAST(NULL AS array<struct<key:string,value:binary>>) AS headers", "timestamp'2024-01-01' AS timestamp"
+        ),
+        SHOP,
+        shape="kafka",
+    )
+
+
+AT = "2024-01-01T00:00:00Z"
+
+
+def flat(id_rule: str = "{field: id}", time: str = "{field: at, unit: rfc3339}") -> Topology:
+    text = FILE.replace("{field: order.id}", id_rule).replace("{field: at, unit: rfc3339}", time)
+    return parse(text, name="shop.yaml")
+
+
+def test_a_number_that_pandas_lacks_is_no_id(spark: SparkSession):
+    rows = spark.createDataFrame(pd.DataFrame({"id": [1.0, np.nan, np.nan], "at": [AT] * 3}))
+    nested = rows.select(F.array("id").alias("ids"), F.struct("id").alias("s"), "at")
+    for table, rule in ((rows, "id"), (nested, '"ids[0]"'), (nested, "s.id")):
+        found = dedup(table, flat(f"{{field: {rule}}}"), now_ms=NOW_MS).groupBy("dedup_verdict").count().collect()
+        assert {each[0]: each[1] for each in found} == {"unique": 1, "dead_letter": 2}
+
+
+def test_what_json_cannot_express_is_a_dead_letter_and_equals_nothing_else(spark: SparkSession):
+    texts = ", ".join(f"({number}, x'{text}', {ratio})" for number, text, ratio in ODD)
+    rows = spark.sql(
+        f"SELECT n, CAST(text AS string) AS id, '{AT}' AS at, ratio FROM VALUES {texts} AS t(n, text, ratio)"
+    )
+    found = dedup(rows, flat(), now_ms=NOW_MS).orderBy("n").select("dedup_verdict", "dedup_reason").collect()
+    assert list(map(tuple, found)) == [
+        ("dead_letter", "not_utf8"),
+        ("dead_letter", "not_utf8"),
+        ("unique", None),
+        ("dead_letter", "not_json"),
+        ("dead_letter", "not_json"),
+        ("unique", None),
+    ]
+    named = rows.select(F.array("id").alias("é"), F.create_map("id", "n").alias("by_name"), "ratio", "n")
+    values = named.select(as_events(named.drop("n")).alias("v"), "n")
+    assert [bytes(each.v) for each in values.orderBy("n").limit(4).collect()] == [
+        b'{"\xc3\xa9":["caf\xe9"],"by_name":{"caf\xe9":1},"ratio":0.5}',
+        b'{"\xc3\xa9":["caf\xe8"],"by_name":{"caf\xe8":2},"ratio":0.5}',
+        b'{"\xc3\xa9":["caf\xef\xbf\xbd"],"by_name":{"caf\xef\xbf\xbd":3},"ratio":0.5}',
+        b'{"\xc3\xa9":["a"],"by_name":{"a":4},"ratio":Infinity}',
+    ]
+
+
+HALF = "double('0.5')"
+ODD = (
+    (1, "636166e9", HALF),
+    (2, "636166e8", HALF),
+    (3, "636166efbfbd", HALF),
+    (4, "61", "double('Infinity')"),
+    (5, "61", "double('-Infinity')"),
+    (6, b"Infinity".hex(), HALF),
+)
+"""Text in Latin-1, text with U+FFFD, infinite numbers, and the word Infinity."""
+
+
+def test_an_absurd_time_is_shown_as_none(spark: SparkSession):
+    usual = 1_704_067_200_000
+    rows = spark.createDataFrame([(1, usual), (2, usual * 1000), (3, usual * 10**6), (4, -1)], "id int, at bigint")
+    found = dedup(rows, flat(time="{field: at, unit: ms}"), now_ms=NOW_MS).orderBy("id").collect()
+    assert [each.dedup_reason for each in found] == [None, "future_time", "future_time", "negative_time"]
+    assert [each.dedup_time is None for each in found] == [False, True, True, True]
 
 
 def test_an_order_by_offsets_needs_them(orders: DataFrame):

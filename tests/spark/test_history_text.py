@@ -7,7 +7,10 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 
 from dedup.errors import SettingsError
 from dedup.spark.backfill import backfill
-from dedup.spark.files import as_events, read_files
+from dedup.spark.files import read_files
+from dedup.spark.incremental import incremental
+from dedup.spark.incremental_input import NewFiles
+from dedup.spark.row_events import as_events
 from dedup.spark.session import translated_errors
 from tests.spark.test_batch_files import NOW_MS, topology
 
@@ -22,7 +25,7 @@ def test_times_finer_than_milliseconds_tell_events_apart(spark, tmp_path):
     frame = spark.sql(" UNION ALL ".join(f"SELECT {columns}" for columns in every))
     frame.coalesce(1).write.parquet(str(tmp_path / "in"))
     history = read_files(spark, [str(tmp_path / "in")], "parquet", rows_are_events=True)
-    zone = spark.sql("SELECT date_format(timestamp'2024-01-01 00:00:00', 'XXX')").first()[0]
+    zone = "Z"
     stem = "2024-01-01T00:00:00."
     for name in ("at", "there"):
         timed = topology(tracking_id={"field": name}, name=name, event_time={"field": "at", "unit": "rfc3339"})
@@ -36,11 +39,74 @@ def test_times_finer_than_milliseconds_tell_events_apart(spark, tmp_path):
 
 
 def test_times_of_milliseconds_are_written_as_spark_writes_them(spark):
-    texts = ["2024-01-01 00:00:00", "2024-01-01 00:00:00.1", "2024-07-01 12:34:56.789", "1899-12-31 23:59:59.999"]
-    chosen = " UNION ALL ".join(f"SELECT timestamp'{text}' AS at, timestamp_ntz'{text}' AS there" for text in texts)
-    frame = spark.sql(f"{chosen} UNION ALL SELECT NULL, NULL")
-    found = frame.select(as_events(frame).cast("string").alias("ours"), F.to_json(F.struct("*")).alias("sparks"))
+    texts = [
+        "0001-01-01 00:00:00",
+        "1582-10-04 23:59:59",
+        "2024-01-01 00:00:00",
+        "2024-01-01 00:00:00.1",
+        "2024-07-01 12:34:56.789",
+        "1899-12-31 23:59:59.999",
+    ]
+    chosen = " UNION ALL ".join(
+        f"SELECT timestamp'{text}' AS at, timestamp_ntz'{text}' AS there, date'{text[:10]}' AS day" for text in texts
+    )
+    frame = spark.sql(f"{chosen} UNION ALL SELECT NULL, NULL, NULL")
+    found = frame.select(
+        as_events(frame).cast("string").alias("ours"), F.to_json(F.struct("*"), {"timeZone": "UTC"}).alias("sparks")
+    )
     assert [row["ours"] for row in found.collect()] == [row["sparks"] for row in found.collect()]
+
+
+SETTINGS = {
+    "spark.sql.session.timeZone": "Europe/Berlin",
+    "spark.sql.jsonGenerator.ignoreNullFields": "false",
+    "spark.sql.legacy.timeParserPolicy": "LEGACY",
+    "spark.sql.ansi.enabled": "false",
+}
+
+
+def test_an_event_does_not_depend_on_the_settings_of_the_session(spark):
+    """Otherwise, an ID that is stored by one session would be unknown to the next one."""
+    moment = "timestamp_micros(1698541200000001)"  # 2023-10-29 01:00 UTC: in Berlin, 02:00 occurs twice on this day
+    frame = spark.sql(
+        f"SELECT {moment} AS at, map('a', array({moment}, NULL)) AS deep, date_from_unix_date(-719162) AS day,"
+        f" to_variant_object(named_struct('t', {moment})) AS v, CAST(NULL AS int) AS none, 1e10d AS big"
+    )
+    for name, value in [("spark.sql.session.timeZone", "UTC"), *SETTINGS.items()]:
+        before = spark.conf.get(name)
+        spark.conf.set(name, value)
+        try:
+            (row,) = frame.select(as_events(frame).alias("value")).collect()
+        finally:
+            spark.conf.set(name, before)
+        assert bytes(row["value"]) == (
+            b'{"at":"2023-10-29T01:00:00.000001Z","deep":{"a":["2023-10-29T01:00:00.000001Z",null]},"day":"0001-01-01",'
+            b'"v":{"t":"2023-10-29 01:00:00.000001+00:00"},"big":1.0E10}'
+        ), name
+
+
+def refused(says, run):
+    with pytest.raises(SettingsError, match=says):
+        run()
+
+
+def test_rows_and_lines_in_which_an_id_or_a_time_can_never_be_are_refused(spark, tmp_path):
+    spark.sql("SELECT 1 AS ORDER_ID, timestamp_ntz'2024-01-01' AS at").write.parquet(str(tmp_path / "in"))
+    (tmp_path / "in.jsonl").write_text('{"id": 1}', encoding="utf-8")
+    lines = read_files(spark, [str(tmp_path / "in.jsonl")], "json")
+    rows = NewFiles(spark, [str(tmp_path / "in")], "parquet", rows_are_events=True)
+    named = topology(tracking_id={"field": "order_id"}, event_time={"field": "at", "unit": "rfc3339"})
+    out = str(tmp_path / "out")
+    for says in (r'no column `order_id`; did you mean "ORDER_ID"', "at is timestamp_ntz, a time without a time zone"):
+        refused(says, lambda: incremental(rows, named, out, say=print))
+    for given, says in (
+        (topology(), "event_time: is the record's"),
+        (topology(tracking_id={"key": True}), "tracking_id"),
+    ):
+        refused(
+            f"{says}.*, which the input does not have: add the column", lambda given=given: backfill(lines, given, out)
+        )
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("part-", "_delta_log"))][1:]
 
 
 @pytest.mark.parametrize(
