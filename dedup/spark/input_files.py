@@ -7,22 +7,20 @@ Without further options, Spark silently skips files in subdirectories, unless th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
 
-_COLUMN: Final = re.compile(r"([^=/]+)=[^/]+")
+_PATTERN: Final = re.compile(r"[*?\[{\\]")
 _NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
 Kind = Literal["Delta", "Iceberg"]
 _TABLES: Final[Mapping[Kind, str]] = {
@@ -33,22 +31,6 @@ _TABLES: Final[Mapping[Kind, str]] = {
     ),
 }
 _CHECKED_AT_ONCE: Final = 8
-_SHOWN: Final = 3
-
-
-def statuses(spark: SparkSession, paths: Sequence[str]) -> dict[str, list[int]]:
-    """Map the path of each file at or below ``paths`` to its size and modification time in ms.
-
-    Like Spark, the function leaves out files and directories whose names begin with an underscore or a dot. Raises
-    SettingsError if a path does not exist.
-    """
-    try:
-        files = _all(spark, paths)
-        rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
-    except AnalysisException as error:
-        text = f"cannot be listed: {str(error).splitlines()[0]}"
-        raise SettingsError([Problem(", ".join(paths[:_SHOWN]), text)]) from error
-    return {row["path"]: [row["length"], row["modified_ms"]] for row in rows}
 
 
 def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None = None) -> Mapping[str, str]:
@@ -61,8 +43,9 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     """
     look = _Look(spark)
     files = sorted({_decoded(file) for file in _all(spark, paths).inputFiles()})
-    roots = {look.qualified(base)} if base is not None else set(look.directories(paths, frozenset(files)))
-    look.refuse_tables({*map(_parent, files), *roots}, roots, files)
+    named = {look.qualified(base): look.qualified(base)} if base is not None else look.named(paths, frozenset(files))
+    roots = frozenset(named.values())
+    look.refuse_tables({*map(_parent, files), *named}, frozenset(named), files)
     layouts = {parent: _layout(parent, roots, upwards=base is None) for parent in map(_parent, files)}
     common = _common(files, layouts)
     if base is not None:
@@ -70,7 +53,7 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     if not common.columns:
         return {"recursiveFileLookup": "true"} if roots and not roots.issuperset(layouts) else {}
     # Spark rejects a base path below one of the paths, and does not need it there.
-    return {} if any(common.base.startswith(f"{root}/") for root in roots) else {"basePath": common.base}
+    return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": common.base}
 
 
 def _all(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
@@ -112,16 +95,16 @@ def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout
             return _Layout("", ())
         root = _parent(root)
     below = directory[len(root) :].strip("/").split("/")
-    while below and not _COLUMN.fullmatch(below[-1]):
+    while below and not _column(below[-1]):
         below.pop()
     names: list[str] = []
-    while below and (column := _COLUMN.fullmatch(below[-1])):
-        names.insert(0, column[1])
+    while below and (column := _column(below[-1])):
+        names.insert(0, column)
         below.pop()
     base = "/".join([root, *below])
     above: list[str] = []
-    while upwards and (column := _COLUMN.fullmatch(_name(base))):
-        above.insert(0, column[1])
+    while upwards and (column := _column(_name(base))):
+        above.insert(0, column)
         base = _parent(base)
     # A path that ends with a column of a record or a verdict selects files, and is not their content.
     if not _NO_COLUMNS_OF_PATH.isdisjoint(above):
@@ -143,17 +126,27 @@ class _Look:
         made = self._path(path)
         return _text(made.getFileSystem(self._conf).makeQualified(made))
 
-    def directories(self, paths: Iterable[str], files: frozenset[str]) -> Iterator[str]:
-        """Yield the directories that ``paths`` name, or that contain the files that a pattern names."""
+    def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
+        """Return what ``paths`` name, except for files that are named without a pattern, and the directory below which
+        to look for columns: the directory itself, or the one that contains all that a pattern may name.
+        """
+        found: dict[str, str] = {}
         for path in paths:
-            if self.qualified(path) in files:
+            pattern = _PATTERN.search(path)
+            if pattern is None:
+                root = self.qualified(path)
+                found |= {} if root in files else {root: root}
                 continue
-            named = self._path(path)
-            for status in named.getFileSystem(self._conf).globStatus(named) or ():
-                found = _text(status.getPath())
-                yield found if status.isDirectory() else _parent(found)
+            begin = path.rfind("/", 0, pattern.start()) + 1
+            root = self.qualified(path[:begin] or ".")
+            selects = any(_column(name) in _NO_COLUMNS_OF_PATH for name in path[begin:].split("/"))
+            at = self._path(path)
+            for status in at.getFileSystem(self._conf).globStatus(at) or ():
+                name = _text(status.getPath())
+                found[name] = root if not selects else name if status.isDirectory() else _parent(name)
+        return found
 
-    def refuse_tables(self, directories: Iterable[str], roots: Iterable[str], files: Iterable[str]) -> None:
+    def refuse_tables(self, directories: Iterable[str], named: frozenset[str], files: Iterable[str]) -> None:
         """Raise SettingsError if a directory is a Delta or Iceberg table, or a part of one."""
         looked: set[str] = set()
         for directory in directories:
@@ -162,8 +155,7 @@ class _Look:
                 looked.add(at)
                 at = _parent(at)
         # Nobody keeps a table in each of thousands of directories `day=...`.
-        named = set(roots)
-        worthy = [each for each in looked if each in named or not _COLUMN.fullmatch(_name(each))]
+        worthy = [each for each in looked if each in named or not _column(_name(each))]
         with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
             kinds = dict(zip(worthy, pool.map(self._kind_of_table, worthy), strict=True))
         kinds |= {_parent(_parent(file)): "Iceberg" for file in files if _is_metadata(file)}
@@ -204,3 +196,9 @@ def _parent(path: str) -> str:
 
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def _column(name: str) -> str:
+    """Return the name of the column in a directory's name, or an empty string if the directory is not a column."""
+    column, _, value = name.partition("=")
+    return column if value else ""
