@@ -323,7 +323,8 @@ class RunDirectory:
         return RunReport(**{**found, "fresh": False})
 
     def _write(self, path: Any, content: Mapping[str, Any]) -> None:  # noqa: ANN401
-        self._root.write(path, json.dumps(content), f"_{path.getName()}.part")
+        # Another job may be writing the same file.
+        self._root.write(path, json.dumps(content), f"_{path.getName()}.{uuid4().hex}.part")
 
 
 def codec_of(spark: SparkSession) -> str | None:

@@ -20,7 +20,8 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
 
-_PATTERN: Final = re.compile(r"[*?\[{\\]")
+PATTERN: Final = re.compile(r"[*?\[{\\]")
+"""Matches the characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
 _NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
 Kind = Literal["Delta", "Iceberg"]
 _TABLES: Final[Mapping[Kind, str]] = {
@@ -132,7 +133,7 @@ class _Look:
         """
         found: dict[str, str] = {}
         for path in paths:
-            pattern = _PATTERN.search(path)
+            pattern = PATTERN.search(path)
             if pattern is None:
                 root = self.qualified(path)
                 found |= {} if root in files else {root: root}
@@ -153,7 +154,8 @@ class _Look:
             at = directory
             while _name(at) and at not in looked:
                 looked.add(at)
-                at = _parent(at)
+                # Directories with such names are not parts of a table.
+                at = "" if _name(at)[0] in "_." else _parent(at)
         # Nobody keeps a table in each of thousands of directories `day=...`.
         worthy = [each for each in looked if each in named or not _column(_name(each))]
         with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:

@@ -19,6 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from pyspark.sql.types import StructType
 
 from dedup.errors import Problem, SettingsError
+from dedup.spark.input_files import PATTERN
 from dedup.spark.session import HadoopDirectory
 
 REPORT: Final = "_run.json"
@@ -93,7 +94,7 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> tuple[list[str],
     found: list[str] = []
     others: list[str] = []
     for path in paths:
-        inside = _IN_A_RUN.fullmatch(path)
+        inside = None if PATTERN.search(path) else _IN_A_RUN.fullmatch(path)
         manifest = (
             None if inside is None else _manifest_of(spark, HadoopDirectory(spark, inside["root"]), inside["run"])
         )

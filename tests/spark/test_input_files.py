@@ -84,6 +84,9 @@ def test_files_of_a_table_are_not_read_as_if_they_were_its_rows(spark, tmp_path)
         with pytest.raises(SettingsError, match=r"lake/delta: is a Delta table.* read it with --format delta"):
             values(spark, [path])
     assert len(values(spark, [lake / "delta"], "delta")) == 3
+    # Spark and Delta ignore directories with such names.
+    put(lake / "delta" / "_rejected" / "a.parquet", 5)
+    assert values(spark, [lake / "delta" / "_rejected"]) == [event(5)]
     put(tmp_path / "iceberg" / "data" / "a.parquet", 1)
     put(tmp_path / "iceberg" / "metadata" / "v1.metadata.json", 1)
     for path in (tmp_path / "iceberg", tmp_path / "iceberg" / "data"):
@@ -102,6 +105,7 @@ def test_a_run_is_an_input_even_as_a_whole(spark, tmp_path):
     assert (found, again.order) == (VERDICTS, "direct")
     unique = [row for row in LOG if VERDICTS[row[2:]] == "unique"]
     assert values(spark, [f"{run}/verdict=unique"]) == sorted(row[0] for row in unique)
+    assert len(values(spark, [f"{run}/verdict=*"])) == len(LOG)
     (tmp_path / "days" / "day=1").mkdir(parents=True)
     write(tmp_path / "days" / "day=1" / "a.parquet", LOG)
     with pytest.raises(SettingsError, match="are columns, but a run of a backfill has none"):
