@@ -54,7 +54,8 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     if not common.columns:
         return {"recursiveFileLookup": "true"} if roots and not roots.issuperset(layouts) else {}
     # Spark rejects a base path below one of the paths, and does not need it there.
-    return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": common.base}
+    # The slash makes a path of a bucket (`s3a://archive`).
+    return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
 
 
 def _all(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
