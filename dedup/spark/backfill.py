@@ -5,6 +5,9 @@ job then renames the directory, which publishes all verdicts of the run at once.
 atomic, the job publishes the run by writing a manifest that lists the attempt's files (`manifest`). If a run is killed,
 the next attempt starts from the beginning but reuses the first attempt's clock time.
 
+Several jobs may attempt the same run at the same time. An attempt never touches the files of another one before the run
+is published. After that, no other attempt can be published, because its rename fails, so its files are deleted.
+
 On a local file system, the tasks that judge records also write the Parquet files, using Arrow. Each task attempt uses
 its own file names, and the driver publishes only the files that successful tasks report.
 """
@@ -15,8 +18,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 from typing import Any, Final, Literal
 from uuid import uuid4
@@ -24,15 +28,18 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+from pyspark.sql.types import StructType
 
-from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of, history_of, judging, mode_of
 from dedup.spark.columns import Batches
 from dedup.spark.files import History
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 
 OutputFormat = Literal["parquet", "delta"]
@@ -90,8 +97,9 @@ def backfill(
     run that is already published is not written again. ``now_ms`` is the clock time in ms that the job uses to detect
     future event times (default: the current time).
 
-    Raises StateIncompatible if an earlier run with this name had a different input or topology, if rows are repeated or
-    belong to other topics, or if retention deleted records while the job was reading them. Raises RecordFailed if the
+    Raises StateIncompatible if the run was published with a different input or topology or is published by another job
+    in the meantime, if rows are repeated or belong to other topics, or if retention deleted records while the job was
+    reading them. Raises RecordFailed if the
     policy `fail` applies to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or
     an invalid run name. `backfill` raises all of these errors before it publishes any verdict.
     """
@@ -99,6 +107,8 @@ def backfill(
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     began_s = time.monotonic()
     source = history if isinstance(history, History) else history_of(history, identified=True)
+    if fmt == "delta" and "run" in source.records.columns:
+        raise SettingsError([Problem("column run", "is a column that --out-format delta adds; rename or drop it")])
     mode = mode_of(topology, source)
     # Unlike the state, verdicts also depend on the policies.
     identity = (
@@ -146,24 +156,32 @@ class RunDirectory:
         """Return the report if the run has been published; otherwise, return the clock time in ms that the run must
         use.
 
-        Raises StateIncompatible if a run with this name was started with a different input, topology, or order.
+        Raises StateIncompatible if a run with this name was published with a different input, topology, or order.
         """
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
-            before, what = published.identity, "was published"
-        elif self._files.exists(mark):
-            begun = json.loads(self._root.read(mark))
-            before, what, now_ms = begun["identity"], "was begun", int(begun["now_ms"])
-        else:
-            self._files.mkdirs(self._root.path)
-            self._write(mark, {"identity": identity, "now_ms": now_ms})
-            return now_ms
-        if identity != before:
+            if identity != published.identity:
+                raise StateIncompatible(
+                    f"run {self._run} was published at {published.path} with another topology, input or order. Nothing "
+                    f"was changed. Then: {published.identity}. Now: {identity}. Choose another --run, or delete the "
+                    f"old one."
+                )
+            self._delete_attempts()
+            return published
+        begun = json.loads(self._root.read(mark)) if self._files.exists(mark) else None
+        if begun is not None and begun["identity"] == identity:
+            return int(begun["now_ms"])
+        if begun is not None and self._in_table():
             raise StateIncompatible(
-                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
-                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
+                f"the Delta table {self.path} has rows of run {self._run}, whose job used another topology, input or "
+                f"order, and was killed before it wrote its report. Nothing was changed. Then: {begun['identity']}. "
+                f"Now: {identity}. Choose another --run, or delete the rows: {self._deletion}."
             )
-        return now_ms if published is None else published
+        # A run of which nothing was published can begin again with another topology or input. If its first job is still
+        # at work, only one of the two jobs will publish the run.
+        self._files.mkdirs(self._root.path)
+        self._write(mark, {"identity": identity, "now_ms": now_ms})
+        return now_ms
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         """Write the judged records, partitioned by verdict; then publish them, and return the report."""
@@ -172,52 +190,129 @@ class RunDirectory:
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        # The pattern matches only attempts at this run, even if the name of another run begins with the name of this
-        # one. If runs have manifests, no attempt is deleted, because another job may be publishing this run with a
-        # manifest that lists the attempt's files.
-        left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
-        for each in left if self._renames else ():
-            self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive; a killed run left it
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
+        try:
+            self._write_attempt(attempt, verdicts)
+            made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))
+            manifest = listed(self._spark, attempt, verdicts.schema)
+        except Exception as error:
+            self._delete(attempt)
+            if self._published() is None:
+                raise
+            # The job that has published the run has deleted the files of this one.
+            raise self._too_late() from error
+        if self._renames:
+            self._rename(attempt, made, manifest, verdicts.schema)
+            self._delete_attempts()
+        else:
+            self._publish_manifest(made, manifest)
+        return made
+
+    def _write_attempt(self, attempt: Any, verdicts: Judging) -> None:  # noqa: ANN401 - a Hadoop path
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
-            _write_files(verdicts, Path(self._files.makeQualified(attempt).toUri().getPath()), codec)
+            _write_files(verdicts, self._local(attempt), codec)
         else:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
-        made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))
-        if self._renames:
-            self._write(self._root.at(REPORT, attempt), asdict(made))
-            target = self._root.at(f"run={self._run}")
-            published = not self._files.exists(target) and self._moved(attempt, target)
-        else:
-            published = self._published() is None
-            if published:
-                self._publish_manifest(made, listed(self._spark, attempt, verdicts.schema))
-        if not published:
+
+    def _rename(self, attempt: Any, made: RunReport, manifest: RunManifest, schema: StructType) -> None:  # noqa: ANN401
+        target = self._root.at(f"run={self._run}")
+        manifest = replace(manifest, directory=target.getName())
+        try:
+            self._write(self._root.at(REPORT, attempt), {**asdict(made), "manifest": asdict(manifest)})
+            moved = self._moved(attempt, target)
+        except (OSError, Py4JJavaError) as error:
+            if self._published() is None:
+                raise
+            raise self._too_late() from error
+        if not moved:
+            for left in (attempt, self._root.at(attempt.getName(), target)):
+                self._delete(left)
+            raise self._too_late()
+        if listed(self._spark, target, schema) != manifest:
+            self._files.rename(target, attempt)
             raise StateIncompatible(
-                f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
-                f"are kept; those of this job are in {attempt} and can be deleted."
+                f"somebody deleted files of run {self._run} while it was being published, so it was renamed to "
+                f"{attempt}, which you can delete. Run the command again, and let nobody else change {self._root.path}."
             )
-        return made
 
     def _publish_manifest(self, made: RunReport, manifest: RunManifest | None) -> None:
         path = report_path(self._root, self._run, renamed=False)
+        if self._files.exists(path):
+            raise self._too_late()
         self._files.mkdirs(path.getParent())
         self._write(path, {**asdict(made), "manifest": None if manifest is None else asdict(manifest)})
 
+    def _too_late(self) -> StateIncompatible:
+        return StateIncompatible(
+            f"{self.path} appeared while this run was under way: another job has published the same run. Its verdicts "
+            f"are kept; those of this job are not."
+        )
+
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - Hadoop paths
+        if self._files.getScheme() == "file":
+            # Hadoop would not fail if the target exists, but move the attempt into the target, or copy it.
+            try:
+                self._local(attempt).rename(self._local(target))
+            except OSError as error:
+                if error.errno in {ENOTEMPTY, EEXIST}:
+                    return False
+                raise
+            return True
         # If the target exists, rename does not fail, but moves the attempt into the target (HADOOP-11452).
-        return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
+        return (
+            not self._files.exists(target)
+            and self._files.rename(attempt, target)
+            and not self._files.exists(self._root.at(attempt.getName(), target))
+        )
+
+    def _local(self, path: Any) -> Path:  # noqa: ANN401 - a Hadoop path
+        return Path(self._files.makeQualified(path).toUri().getPath())
+
+    def _delete_attempts(self) -> None:
+        """Delete the files of all other attempts at a run that is published.
+
+        No files are deleted if runs have manifests, because another job may be writing a manifest that lists them.
+        """
+        if not self._renames:
+            return
+        # The pattern matches only attempts at this run, even if the name of another run begins with the name of this
+        # one.
+        for each in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
+            self._delete(each.getPath())
+
+    def _delete(self, directory: Any) -> None:  # noqa: ANN401 - a Hadoop path
+        # A job that still writes to the directory makes this fail. The next job of the same run deletes the rest.
+        with suppress(Py4JJavaError):
+            self._files.delete(directory, True)  # noqa: FBT003 - recursive
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
+        if self._published() is not None:
+            raise self._too_late()
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The commit to the table publishes the run. A second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
         table = self._spark.read.format("delta").load(self.path)
-        made = report(table.where(F.col("run") == self._run))
+        try:
+            made = report(table.where(F.col("run") == self._run))
+        except InvariantBroken as error:
+            self._spark.sql(self._deletion)
+            text = f"{error} The Delta table {self.path} contained them for a moment: its last version deletes them."
+            raise InvariantBroken(text) from error
         self._publish_manifest(made, None)
         return made
+
+    @property
+    def _deletion(self) -> str:
+        return f"DELETE FROM {DeltaLog(self._spark, self.path).table} WHERE run = '{self._run}'"  # noqa: S608 - quoted
+
+    def _in_table(self) -> bool:
+        """Return whether the run's rows are in the Delta table, although the run has no report."""
+        if self._fmt != "delta" or not self._files.exists(self._root.at("_delta_log")):
+            return False
+        table = self._spark.read.format("delta").load(self.path)
+        return not table.where(F.col("run") == self._run).isEmpty()
 
     def _published(self) -> RunReport | None:
         path = report_path(self._root, self._run, renamed=self._renames)
@@ -228,7 +323,8 @@ class RunDirectory:
         return RunReport(**{**found, "fresh": False})
 
     def _write(self, path: Any, content: Mapping[str, Any]) -> None:  # noqa: ANN401
-        self._root.write(path, json.dumps(content), f"_{path.getName()}.part")
+        # Another job may be writing the same file.
+        self._root.write(path, json.dumps(content), f"_{path.getName()}.{uuid4().hex}.part")
 
 
 def codec_of(spark: SparkSession) -> str | None:

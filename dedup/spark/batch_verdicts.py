@@ -234,8 +234,8 @@ def balanced(history: History, counts: Mapping[str, int]) -> int:
     rows = history.records.count() if history.pieces is None else history.pieces.rows
     if rows != sum(counts.values()):
         raise InvariantBroken(
-            f"{history.place} has {rows:,} records, but they received {sum(counts.values()):,} verdicts. Nothing was "
-            f"published. If nobody changed the input in the meantime, this is a bug: please report it."
+            f"{history.place} has {rows:,} records, but they received {sum(counts.values()):,} verdicts. None of "
+            f"them is published. If nobody changed the input in the meantime, this is a bug: please report it."
         )
     return rows
 

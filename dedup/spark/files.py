@@ -6,6 +6,7 @@ Spark would pass their values to Python one at a time. Spark reads all other inp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from pyspark.sql.types import BinaryType, StructType
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
+from dedup.spark.input_files import reader_options
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
@@ -43,6 +45,7 @@ FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
+_REPETITION: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) ")
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
 _JSON_RECORD: Final = (
@@ -118,7 +121,7 @@ class History:
     size_bytes: int | None = None
     """The approximate size, or None if the size is not known."""
     countable: bool = False
-    """Whether counting the records is cheap and always gives the same number."""
+    """Whether the records can be counted again and always give the same number."""
     pieces: InputSplits | None = None
     """The same records as row groups if tasks can read the files themselves; otherwise, None."""
     bounds: tuple[PartitionBounds, ...] = ()
@@ -143,13 +146,14 @@ def read_files(
     """Return the records in files, directories, or tables as a `History`.
 
     A path can be the directory of a `backfill` run or a directory inside this directory, even if the run was published
-    with a manifest (`manifest.files_of_runs`). The function pins a Delta or Iceberg table to the latest version, so
-    that later writes do not change the result. If ``rows_are_events`` is true, each row of the table becomes an event
-    (JSON without the null columns), and the table needs no column `value`. If ``base`` is given, ``paths`` must be
-    files below the directory ``base``, and subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If
-    ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`). Raises
-    SettingsError with a list of all files that are damaged or whose schema differs from that of the first file. Raises
-    TopologyError if a required column is missing or a column has the wrong type.
+    with a manifest (`manifest.files_of_runs`). Files in subdirectories are read, too (`input_files.reader_options`).
+    The function pins a Delta or Iceberg table to the latest version, so that later writes do not change the result. If
+    ``rows_are_events`` is true, each row of the table becomes an event (JSON without the null columns), and the table
+    needs no column `value`. If ``base`` is given, ``paths`` must be files below the directory ``base``, and only
+    subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If ``by_arrival`` is true, every row must
+    show that the broker set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files that
+    are damaged or whose schema differs from that of the first file, and for a path inside a Delta or Iceberg table that
+    is not read as a table. Raises TopologyError if a required column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -159,7 +163,7 @@ def read_files(
         if fmt in {"delta", "table"}:
             found = _latest_of_tables(spark, paths, fmt)
         else:
-            found = _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
+            found = _table_of_files(spark, paths, fmt, place, base)
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
@@ -197,7 +201,7 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         f"{fmt} {found.identity} rows_are_events={rows_are_events}",
         place,
         size_bytes=found.size_bytes,
-        countable=not fmt.startswith("json"),
+        countable=True,
         pieces=splits,
         bounds=order.bounds,
         events=events,
@@ -267,9 +271,14 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
     """Return the content of the files as a table. Raises SettingsError if JSON files are in a partition directory (such
     as ``topic=a/``) named after a record column.
     """
-    reader = spark.read.options(**LOSSLESS)
-    if base is not None:
-        reader = reader.option("basePath", base)
+    of_runs, others = files_of_runs(spark, paths)
+    options = reader_options(spark, others, base) if others else {}
+    if of_runs and "basePath" in options:
+        text = (
+            f"directories below {options['basePath']} are columns, but a run of a backfill has none: read it separately"
+        )
+        raise SettingsError([Problem(place, text)])
+    reader, paths = spark.read.options(**LOSSLESS, **options), [*of_runs, *others]
     if fmt == "parquet":
         table = reader.option("mergeSchema", "false").parquet(*paths)
         in_files = _columns_of_files(spark, sorted(table.inputFiles()))
@@ -318,7 +327,8 @@ def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
         source = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, conf)
         reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(source)
         schema = reader.getFileMetaData().getSchema()
-        return {kind.getName(): " ".join(str(kind).split()) for kind in schema.getFields()}
+        # Spark and Arrow read a required column like an optional one.
+        return {kind.getName(): _REPETITION.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
     except Py4JJavaError as error:
         reason = str(error.java_exception.getMessage()).splitlines()[0]
         return Problem(file, f"is damaged: {reason}. Repair or remove it")

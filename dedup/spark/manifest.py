@@ -1,22 +1,25 @@
 """Reads runs that `dedup spark backfill` published, and defines the manifest that lists the files of a run.
 
 Renaming a directory is atomic only on a local disk or HDFS. On an object store, a job therefore leaves a run's files in
-a directory that Spark ignores, and publishes the run by writing the manifest last.
+a directory that Spark ignores, and publishes the run by writing the manifest last. A run that is published by a rename
+also has a manifest, so that readers notice missing files.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
 from dedup.errors import Problem, SettingsError
+from dedup.spark.input_files import PATTERN
 from dedup.spark.session import HadoopDirectory
 
 REPORT: Final = "_run.json"
@@ -28,7 +31,7 @@ _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]
 
 @dataclass(frozen=True, slots=True)
 class RunManifest:
-    """Lists the files of a run published on an object store, where renaming a directory is not atomic."""
+    """Lists the files of a published run."""
 
     directory: str
     """The directory that contains the files, relative to the directory of all runs."""
@@ -54,36 +57,49 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
     """Return the verdicts that a run of `dedup spark backfill` published under ``path`` in Parquet or Delta format.
 
     The function ignores files under ``path`` that do not belong to the run. Raises SettingsError if the run was not
-    published.
+    published, or if a file of the run is missing.
     """
     root = HadoopDirectory(spark, path)
-    if root.files.exists(report_path(root, run, renamed=True)):
-        return spark.read.parquet(str(root.at(f"run={run}")))
-    if not root.files.exists(report_path(root, run, renamed=False)):
+    report = _report(root, run)
+    if report is None:
         raise SettingsError([Problem(path, f"has no run {run}; `dedup spark backfill --run {run}` publishes it")])
-    manifest = _read(root, run)
+    manifest = _manifest_in(report)
+    if manifest is None and root.files.exists(report_path(root, run, renamed=True)):
+        return spark.read.parquet(str(root.at(f"run={run}")))
     if manifest is None:
         return spark.read.format("delta").load(path).where(F.col("run") == run).drop("run")
     schema = StructType.fromJson(json.loads(manifest.schema))
     if not manifest.files:
-        return spark.createDataFrame([], schema)
+        # In a run with records, the column that is in the paths of the files is the last one, too.
+        return spark.createDataFrame([], schema).select(
+            *(name for name in schema.names if name != "verdict"), "verdict"
+        )
     base = root.at(manifest.directory)
     files = [str(root.at(file, base)) for file in manifest.files]
-    return spark.read.schema(schema).option("basePath", str(base)).parquet(*files)
+    try:
+        return spark.read.schema(schema).option("basePath", str(base)).parquet(*files)
+    except AnalysisException as error:
+        text = (
+            f"a file of run {run} is missing: {str(error).splitlines()[0]}. Restore it, or delete the run and repeat it"
+        )
+        raise SettingsError([Problem(path, text)]) from error
 
 
-def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return ``paths``, with the path of each run that has a manifest replaced by the paths of the run's files.
+def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the files of the runs among ``paths``, and the paths that are not in a run.
 
     For example, ``verdicts/run=may`` is the path of a run, and ``verdicts/run=may/verdict=unique`` is the path of a
     directory in this run. Raises SettingsError if a run published no files under a path.
     """
     found: list[str] = []
+    others: list[str] = []
     for path in paths:
-        inside = _IN_A_RUN.fullmatch(path)
-        manifest = None if inside is None else _read(HadoopDirectory(spark, inside["root"]), inside["run"])
+        inside = None if PATTERN.search(path) else _IN_A_RUN.fullmatch(path)
+        manifest = (
+            None if inside is None else _manifest_of(spark, HadoopDirectory(spark, inside["root"]), inside["run"])
+        )
         if inside is None or manifest is None:
-            found.append(path)
+            others.append(path)
             continue
         begin = inside["rest"].removeprefix("/")
         base = f"{inside['root']}/{manifest.directory}"
@@ -91,12 +107,28 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
         if not files:
             raise SettingsError([Problem(path, f"run {inside['run']} published no records there")])
         found += files
-    return found
+    return found, others
 
 
-def _read(root: HadoopDirectory, run: str) -> RunManifest | None:
-    path = report_path(root, run, renamed=False)
-    if not root.files.exists(path):
-        return None
-    found = json.loads(root.read(path))["manifest"]
+def _manifest_of(spark: SparkSession, root: HadoopDirectory, run: str) -> RunManifest | None:
+    """Return the manifest of a run, or None if the run was not published or is in a Delta table."""
+    report = _report(root, run)
+    manifest = None if report is None else _manifest_in(report)
+    if manifest is None and root.files.exists(report_path(root, run, renamed=True)):
+        # Earlier versions wrote no manifest if they published a run by a rename.
+        return listed(spark, root.at(f"run={run}"), StructType().add("verdict", "string"))
+    return manifest
+
+
+def _report(root: HadoopDirectory, run: str) -> Mapping[str, Any] | None:
+    for renamed in (True, False):
+        path = report_path(root, run, renamed=renamed)
+        if root.files.exists(path):
+            found: Mapping[str, Any] = json.loads(root.read(path))
+            return found
+    return None
+
+
+def _manifest_in(report: Mapping[str, Any]) -> RunManifest | None:
+    found = report.get("manifest")
     return None if found is None else RunManifest(found["directory"], tuple(found["files"]), found["schema"])

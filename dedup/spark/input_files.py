@@ -1,0 +1,207 @@
+"""Lists the files of an input, in directories of any depth, and finds out which of their directories are columns.
+
+Without further options, Spark silently skips files in subdirectories, unless the subdirectories are columns
+(`day=2026-01-31/`). If they are columns, Spark silently skips files outside of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+from urllib.parse import unquote, urlsplit
+
+from py4j.protocol import Py4JJavaError
+from pyspark.sql import DataFrame, SparkSession
+
+from dedup.errors import Problem, SettingsError
+from dedup.spark.columns import RECORDS
+from dedup.spark.reduce_side import JUDGED
+
+PATTERN: Final = re.compile(r"[*?\[{\\]")
+"""Matches the characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
+_NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
+Kind = Literal["Delta", "Iceberg"]
+_TABLES: Final[Mapping[Kind, str]] = {
+    "Delta": "is a Delta table, whose files also contain deleted and rewritten rows; read it with --format delta",
+    "Iceberg": (
+        "is an Iceberg table, whose files also contain deleted and rewritten rows; read it with --format table, by its "
+        "name in a catalog"
+    ),
+}
+_CHECKED_AT_ONCE: Final = 8
+
+
+def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None = None) -> Mapping[str, str]:
+    """Return the options with which Spark reads all files at or below ``paths``, and makes columns of directories that
+    have names like ``day=2026-01-31``.
+
+    Such directories can be below a path or at its end (``in/day=2026-01-31`` or ``in/day=*``). If ``base`` is given,
+    ``paths`` are files below the directory ``base``. Raises SettingsError if files have different columns in their
+    paths, or if a path is a part of a Delta or Iceberg table, whose files also contain deleted rows.
+    """
+    look = _Look(spark)
+    files = sorted({_decoded(file) for file in _all(spark, paths).inputFiles()})
+    named = {look.qualified(base): look.qualified(base)} if base is not None else look.named(paths, frozenset(files))
+    roots = frozenset(named.values())
+    look.refuse_tables({*map(_parent, files), *named}, frozenset(named), files)
+    layouts = {parent: _layout(parent, roots, upwards=base is None) for parent in map(_parent, files)}
+    common = _common(files, layouts)
+    if base is not None:
+        return {"basePath": base}
+    if not common.columns:
+        return {"recursiveFileLookup": "true"} if roots and not roots.issuperset(layouts) else {}
+    # Spark rejects a base path below one of the paths, and does not need it there.
+    # The slash makes a path of a bucket (`s3a://archive`).
+    return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
+
+
+def _all(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
+    return spark.read.format("binaryFile").option("recursiveFileLookup", "true").load(list(paths))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The columns that the directories of a file are, and the directory that contains these directories."""
+
+    base: str
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(f"`{name}`" for name in self.columns)
+        return f"has the columns {names} in its path below {self.base}" if names else "has no columns in its path"
+
+
+def _common(files: Sequence[str], layouts: Mapping[str, _Layout]) -> _Layout:
+    first = _Layout("", ())
+    for at, file in enumerate(files):
+        here = layouts[_parent(file)]
+        if at and here != first:
+            text = f"{here}, but {files[0]} {first}. Read them separately, or move them to directories alike"
+            raise SettingsError([Problem(file, text)])
+        first = here
+    return first
+
+
+def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout:
+    """Return the columns that Spark finds in the path of a directory (`PartitioningUtils.parsePartition`): the last
+    unbroken sequence of ``name=value`` below the root that contains the directory.
+
+    If ``upwards`` is true, the sequence may begin above the root.
+    """
+    root = directory
+    while root not in roots:
+        if not root:
+            return _Layout("", ())
+        root = _parent(root)
+    below = directory[len(root) :].strip("/").split("/")
+    while below and not _column(below[-1]):
+        below.pop()
+    names: list[str] = []
+    while below and (column := _column(below[-1])):
+        names.insert(0, column)
+        below.pop()
+    base = "/".join([root, *below])
+    above: list[str] = []
+    while upwards and (column := _column(_name(base))):
+        above.insert(0, column)
+        base = _parent(base)
+    # A path that ends with a column of a record or a verdict selects files, and is not their content.
+    if not _NO_COLUMNS_OF_PATH.isdisjoint(above):
+        base, above = root, []
+    columns = (*above, *names)
+    return _Layout(base if columns else "", columns)
+
+
+class _Look:
+    """Looks at directories on any file system that Hadoop supports; all paths are decoded URIs."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
+        self._path: Final = jvm.org.apache.hadoop.fs.Path
+        self._conf: Final = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
+
+    def qualified(self, path: str) -> str:
+        """Return the absolute path, including the scheme of the file system."""
+        made = self._path(path)
+        return _text(made.getFileSystem(self._conf).makeQualified(made))
+
+    def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
+        """Return what ``paths`` name, except for files that are named without a pattern, and the directory below which
+        to look for columns: the directory itself, or the one that contains all that a pattern may name.
+        """
+        found: dict[str, str] = {}
+        for path in paths:
+            pattern = PATTERN.search(path)
+            if pattern is None:
+                root = self.qualified(path)
+                found |= {} if root in files else {root: root}
+                continue
+            begin = path.rfind("/", 0, pattern.start()) + 1
+            root = self.qualified(path[:begin] or ".")
+            selects = any(_column(name) in _NO_COLUMNS_OF_PATH for name in path[begin:].split("/"))
+            at = self._path(path)
+            for status in at.getFileSystem(self._conf).globStatus(at) or ():
+                name = _text(status.getPath())
+                found[name] = root if not selects else name if status.isDirectory() else _parent(name)
+        return found
+
+    def refuse_tables(self, directories: Iterable[str], named: frozenset[str], files: Iterable[str]) -> None:
+        """Raise SettingsError if a directory is a Delta or Iceberg table, or a part of one."""
+        looked: set[str] = set()
+        for directory in directories:
+            at = directory
+            while _name(at) and at not in looked:
+                looked.add(at)
+                # Directories with such names are not parts of a table.
+                at = "" if _name(at)[0] in "_." else _parent(at)
+        # Nobody keeps a table in each of thousands of directories `day=...`.
+        worthy = [each for each in looked if each in named or not _column(_name(each))]
+        with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+            kinds = dict(zip(worthy, pool.map(self._kind_of_table, worthy), strict=True))
+        kinds |= {_parent(_parent(file)): "Iceberg" for file in files if _is_metadata(file)}
+        problems = [Problem(each, _TABLES[kind]) for each, kind in sorted(kinds.items()) if kind is not None]
+        if problems:
+            raise SettingsError(problems)
+
+    def _kind_of_table(self, directory: str) -> Kind | None:
+        path, metadata = self._path(directory), self._path(f"{directory}/metadata")
+        try:
+            system = path.getFileSystem(self._conf)
+            if system.exists(self._path(f"{directory}/_delta_log")):
+                return "Delta"
+            found = system.listStatus(metadata) if system.exists(metadata) else ()
+            return "Iceberg" if any(_is_metadata(_text(each.getPath())) for each in found) else None
+        except Py4JJavaError:
+            # A user who may read an input may not be allowed to look into the directories above it.
+            return None
+
+
+def _is_metadata(file: str) -> bool:
+    return file.endswith(".metadata.json") and _name(_parent(file)) == "metadata"
+
+
+def _text(path: Any) -> str:  # noqa: ANN401 - a Hadoop path
+    uri = path.toUri()
+    return f"{uri.getScheme()}://{uri.getAuthority() or ''}{uri.getPath()}"
+
+
+def _decoded(file: str) -> str:
+    uri = urlsplit(file)
+    return f"{uri.scheme}://{uri.netloc}{unquote(uri.path)}"
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _column(name: str) -> str:
+    """Return the name of the column in a directory's name, or an empty string if the directory is not a column."""
+    column, _, value = name.partition("=")
+    return column if value else ""
