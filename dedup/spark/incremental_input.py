@@ -103,16 +103,12 @@ class NewFiles:
         base = self._base()
         if base is None:
             return
-        found: dict[tuple[str, ...], str] = {}
-        for file in files:
-            directories = file.removeprefix(f"{base}/").split("/")[:-1]
-            found.setdefault(tuple(each.partition("=")[0] for each in directories if "=" in each), file)
+        found = {_columns_in(file.removeprefix(f"{base}/").split("/")[:-1]): file for file in reversed(files)}
         if len(found) > 1:
-            texts = [f"{file} ({', '.join(names) or 'none'})" for names, file in found.items()]
             raise StateIncompatible(
-                f"the directories of these files contain different columns (`name=value`): {_some(texts)}. Spark would "
-                f"leave out some of the files. Nothing was changed. Move the files, so that the directories of all "
-                f"files contain the same columns."
+                f"the directories of these files contain different columns (`name=value`), or contain columns below "
+                f"different directories: {_some(sorted(found.values()))}. Spark would leave out some of the files. "
+                f"Nothing was changed. Move the files, so that the directories of all of them have the same structure."
             )
 
     def _base(self) -> str | None:
@@ -331,6 +327,14 @@ GrowingInput = NewFiles | NewVersions | NewRows
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:
     return bool((action.get(kind) or {}).get("dataChange"))
+
+
+def _columns_in(directories: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns that Spark finds in the directories of a file, and the directories above these columns."""
+    last = max((at for at, name in enumerate(directories) if "=" in name), default=-1)
+    first = max((at for at, name in enumerate(directories[: last + 1]) if "=" not in name), default=-1) + 1
+    columns = tuple(name.partition("=")[0] for name in directories[first : last + 1])
+    return columns, tuple(directories[:first]) if columns else ()
 
 
 def _literal(path: str) -> str:

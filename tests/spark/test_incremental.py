@@ -373,15 +373,15 @@ def test_directories_of_files_may_be_nested_and_their_columns_are_text(spark, tm
     ]
     (bronze / "x=7").mkdir()
     write(bronze / "x=7" / "c.parquet", LINES[:1])
-    with pytest.raises(StateIncompatible, match=r"contain different columns.*d/a\.parquet \(none\).*c\.parquet \(x\)"):
+    with pytest.raises(StateIncompatible, match=r"contain different columns.*d/a\.parquet, .*x=7/c\.parquet\."):
         add("d", LINES[:1])
     # What earlier releases have read without the option has types that Spark infers.
     older = NewFiles(spark, [str(bronze)], "parquet")
     shutil.rmtree(bronze / "d")
-    shutil.rmtree(bronze / "2024/01")
+    shutil.rmtree(bronze / "2024")
     pinned = older.pin({"files": {}})
     assert pinned is not None
-    assert dict(older.open(pinned).records.dtypes)["x"] == "bigint"
+    assert dict(older.open(pinned).records.dtypes)["x"] == "int"
 
 
 def test_directories_named_like_the_column_of_the_run_are_refused(spark, tmp_path):
