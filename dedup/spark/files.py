@@ -398,7 +398,7 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     plain = _of_delta(table, files)
     for file in files:
         # The names of Delta files are not URL-encoded, but the names of other tables' files are.
-        path = jvm.org.apache.hadoop.fs.Path(file if file in plain else jvm.java.net.URI(file))
+        path = jvm.org.apache.hadoop.fs.Path(file if file in plain else jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()

@@ -167,8 +167,9 @@ class NewVersions:
         Raises StateIncompatible if a new version changed or deleted rows, if the commit of a new version is missing
         from the log, or if the table was dropped and created again.
         """
-        self._refuse_mapped()
-        table, log = self._detail()["id"], self._log()
+        detail, log = self._detail(), self._log()
+        self._refuse_mapped(detail)
+        table = detail["id"]
         newest = max(log.versions(), default=-1)
         if newest < 0:
             raise SettingsError([Problem(self.place, "cannot be read as delta: it has no log of commits")])
@@ -201,7 +202,7 @@ class NewVersions:
 
     def open(self, pinned: Pinned) -> History:
         """Return the rows of the pinned versions. Raises StateIncompatible if the table maps column names."""
-        self._refuse_mapped()
+        self._refuse_mapped(self._detail())
         place = f"{self.place}@{pinned['until']}"
         events, arrival = self.rows_are_events, self.by_arrival
         return read_table(self._table(pinned), "delta", place, rows_are_events=events, by_arrival=arrival)
@@ -230,8 +231,8 @@ class NewVersions:
                 f"everything again into another table (--out), and run at least once within VACUUM's retention."
             ) from error
 
-    def _refuse_mapped(self) -> None:
-        if self._detail()["properties"].get("delta.columnMapping.mode", "none") != "none":
+    def _refuse_mapped(self, detail: Any) -> None:  # noqa: ANN401 - a row
+        if detail["properties"].get("delta.columnMapping.mode", "none") != "none":
             raise StateIncompatible(
                 f"{self.place} maps column names (delta.columnMapping.mode), so rows that are appended later could not "
                 f"be read from its files. Nothing was changed. Copy it to a table without column mapping, or read its "

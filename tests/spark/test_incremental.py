@@ -382,6 +382,12 @@ def test_directories_of_files_may_be_nested_and_their_columns_are_text(spark, tm
     pinned = older.pin({"files": {}})
     assert pinned is not None
     assert dict(older.open(pinned).records.dtypes)["x"] == "int"
+    (tmp_path / "lines" / "x=7").mkdir(parents=True)
+    (tmp_path / "lines" / "x=7" / "a.json").write_bytes(b'{"id":1}')
+    lines = NewFiles(spark, [str(tmp_path / "lines")], "json")
+    pinned = lines.pin({})
+    assert pinned is not None
+    assert dict(lines.open(pinned).records.dtypes)["x"] == "string"
 
 
 def test_directories_named_like_the_column_of_the_run_are_refused(spark, tmp_path):
