@@ -176,6 +176,8 @@ def _attempted(
         if pinned is None:
             say(f"{topology.name}: {source.place} contains nothing new; nothing was written")
             return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, 0.0, fresh=False)
+        if intent is not None:
+            say(f"{topology.name}: {source.place} no longer has the input of the interrupted run, which begins anew")
         clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
         intent = table.begin(Intent(attempt.run, identity, clock_ms, pinned))
     else:
