@@ -394,6 +394,9 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
 
     dedup spark incremental orders.yaml --input s3a://lake/events/ --format json --out s3a://lake/silver/events --json
     """
+    if fmt == "table":
+        text = "table is for other commands; an incremental run reads a Delta table by its path, with --format delta"
+        raise SettingsError([Problem("--format", text)])
     if fmt == "delta" and len(inputs) > 1:
         text = f"{len(inputs)} Delta tables are given, but a run reads one; run once per table, with the same --out"
         raise SettingsError([Problem("--input", text)])

@@ -25,7 +25,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import BinaryType, StructType
+from pyspark.sql.types import BinaryType, NullType, StringType, StructField, StructType
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
@@ -48,6 +48,11 @@ _FOOTERS_AT_ONCE: Final = 8
 _REPETITION: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) ")
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
+_DETAILS: Final = "# Detailed Table Information"
+"""What `DESCRIBE TABLE EXTENDED` shows for a table or view of a catalog, but not for a temporary view."""
+_MOST_FIELDS: Final = "spark.sql.debug.maxToStringFields"
+_ALL_FIELDS: Final = 2**31 - 1
+_EXPRESSION_ID: Final = re.compile(r"#\d+")
 _JSON_RECORD: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
     "`partition` int, `offset` bigint"
@@ -142,6 +147,7 @@ def read_files(
     rows_are_events: bool = False,
     by_arrival: bool = False,
     base: str | None = None,
+    text_paths: bool = False,
 ) -> History:
     """Return the records in files, directories, or tables as a `History`.
 
@@ -150,10 +156,11 @@ def read_files(
     The function pins a Delta or Iceberg table to the latest version, so that later writes do not change the result. If
     ``rows_are_events`` is true, each row of the table becomes an event (JSON without the null columns), and the table
     needs no column `value`. If ``base`` is given, ``paths`` must be files below the directory ``base``, and only
-    subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If ``by_arrival`` is true, every row must
-    show that the broker set its timestamp (`columns.as_records`). Raises SettingsError with a list of all files that
-    are damaged or whose schema differs from that of the first file, and for a path inside a Delta or Iceberg table that
-    is not read as a table. Raises TopologyError if a required column is missing or a column has the wrong type.
+    subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are
+    text; otherwise, Spark infers their types. If ``by_arrival`` is true, every row must show that the broker set its
+    timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are damaged or whose schema
+    differs from that of the first file, and for a path inside a Delta or Iceberg table that is not read as a table.
+    Raises TopologyError if a required column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -163,7 +170,7 @@ def read_files(
         if fmt in {"delta", "table"}:
             found = _latest_of_tables(spark, paths, fmt)
         else:
-            found = _table_of_files(spark, paths, fmt, place, base)
+            found = _table_of_files(spark, paths, fmt, place, base, text_paths=text_paths)
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
@@ -233,9 +240,11 @@ def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
     """Return the latest version of a table in a catalog, or the current files of a table without versions."""
     described = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE TABLE EXTENDED {name}").collect()}
-    of_path = [each.name for each in spark.catalog.listColumns(name) if each.isPartition]
-    of_path = [column for column in of_path if column not in RECORDS.names]
-    match str(described.get("Provider")).lower():
+    provider = str(described.get("Provider")).lower()
+    # `listColumns` fails if an Iceberg table is partitioned by a transform such as `days`.
+    columns = () if provider == "iceberg" else spark.catalog.listColumns(name)
+    of_path = [each.name for each in columns if each.isPartition and each.name not in RECORDS.names]
+    match provider:
         case "delta":
             return _delta_version(spark, name, of_path)
         case "iceberg":
@@ -245,13 +254,41 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             if snapshot is None:
                 text = "is an Iceberg table without a snapshot: nothing has been written to it"
                 raise SettingsError([Problem(name, text)])
-            return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), of_path)
+            return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:
             table = spark.table(name)
             if not table.inputFiles():
                 text = "has no files: it is empty, or it is not a Delta, Iceberg or file table; convert it to one"
                 raise SettingsError([Problem(name, text)])
-            return _of_files(table, of_path)
+            found = _of_files(table, of_path)
+            if _DETAILS in described and described.get("Type") != "VIEW":
+                return found
+            # A view can give other rows of the same files.
+            return replace(found, identity=f"{found.identity} view={_plan_digest(table)}")
+
+
+def _identity_columns(of_iceberg: Any) -> list[str]:  # noqa: ANN401 - a table of Iceberg's Java library
+    """Return the columns that partition an Iceberg table by their values, without nested columns and columns of a
+    record.
+    """
+    names = {field.name(): field.fieldId() for field in of_iceberg.schema().columns()}
+    by = {field.sourceId() for field in of_iceberg.spec().fields() if field.transform().isIdentity()}
+    return [name for name, number in names.items() if number in by and name not in RECORDS.names]
+
+
+def _plan_digest(table: DataFrame) -> str:
+    """Return a digest of a view's analyzed plan, which is the same in each Spark session."""
+    conf = table.sparkSession.conf
+    most = conf.get(_MOST_FIELDS)
+    conf.set(_MOST_FIELDS, str(_ALL_FIELDS))
+    try:
+        plan = str(table._jdf.queryExecution().analyzed().toString())  # noqa: SLF001 - no other way
+    finally:
+        conf.set(_MOST_FIELDS, str(most))
+    # Spark numbers the columns of all plans in a session consecutively.
+    numbers: dict[str, int] = {}
+    numbered = _EXPRESSION_ID.sub(lambda found: f"#{numbers.setdefault(found[0], len(numbers))}", plan)
+    return blake2b(numbered.encode(), digest_size=16).hexdigest()
 
 
 def _delta_version(spark: SparkSession, name: str, of_path: list[str]) -> _Input:
@@ -267,7 +304,9 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
     return _Input(table, of_path, f"{table_id}@{version}", int(str(size_bytes)))
 
 
-def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
+def _table_of_files(
+    spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None, *, text_paths: bool
+) -> _Input:
     """Return the content of the files as a table. Raises SettingsError if JSON files are in a partition directory (such
     as ``topic=a/``) named after a record column.
     """
@@ -280,19 +319,32 @@ def _table_of_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, 
         raise SettingsError([Problem(place, text)])
     reader, paths = spark.read.options(**LOSSLESS, **options), [*of_runs, *others]
     if fmt == "parquet":
-        table = reader.option("mergeSchema", "false").parquet(*paths)
+        reader = reader.option("mergeSchema", "false")
+        table = reader.parquet(*paths)
         in_files = _columns_of_files(spark, sorted(table.inputFiles()))
         not_of_path = {*in_files, *RECORDS.names, "timestamp"}
-        return _of_files(table, [name for name in table.columns if name not in not_of_path])
-    lines = reader.option("lineSep", "\n").text(list(paths))
+        of_path = [name for name in table.columns if name not in not_of_path]
+        schema = _with_path_types(table.schema, of_path, as_text=text_paths)
+        return _of_files(table if schema == table.schema else reader.schema(schema).parquet(*paths), of_path)
+    reader = reader.option("lineSep", "\n")
+    lines = reader.text(list(paths))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
     if taken:
         text = f"the paths have a column `{taken[0]}` (`{taken[0]}=...`), and so do the lines: rename the directories"
         raise SettingsError([Problem(place, text)])
+    schema = _with_path_types(lines.schema, of_path, as_text=text_paths)
+    lines = lines if schema == lines.schema else reader.schema(schema).text(list(paths))
     # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
     return _of_files(lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path)
+
+
+def _with_path_types(schema: StructType, of_path: Sequence[str], *, as_text: bool) -> StructType:
+    """Return the schema with the types that the columns ``of_path`` must have."""
+    # Spark infers `void` if each directory is `name=__HIVE_DEFAULT_PARTITION__`, and no file can hold this type.
+    text = {name for name in of_path if as_text or isinstance(schema[name].dataType, NullType)}
+    return StructType([StructField(each.name, StringType()) if each.name in text else each for each in schema.fields])
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
@@ -343,13 +395,27 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
-    for file in sorted(table.inputFiles()):
+    files = sorted(table.inputFiles())
+    plain = _of_delta(table, files)
+    for file in files:
         # The names of Delta files are not URL-encoded, but the names of other tables' files are.
-        path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file.replace(" ", "%20")))
+        path = jvm.org.apache.hadoop.fs.Path(file if file in plain else jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()
     return _Input(table, of_path, digest.hexdigest(), size_bytes)
+
+
+def _of_delta(table: DataFrame, files: Sequence[str]) -> Collection[str]:
+    """Return those of the table's ``files`` that Delta lists."""
+    leaves = table._jdf.queryExecution().optimizedPlan().collectLeaves()  # noqa: SLF001 - no other way
+    relations = [leaves.apply(at) for at in range(leaves.size())]
+    relations = [each.relation() for each in relations if each.getClass().getSimpleName() == "LogicalRelation"]
+    listings = [each.location() for each in relations if each.getClass().getSimpleName().endswith("HadoopFsRelation")]
+    of_delta = [each for each in listings if ".delta." in each.getClass().getName()]
+    if len(of_delta) == leaves.size():
+        return frozenset(files)
+    return {file for each in of_delta for file in each.inputFiles()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, dropwhile
 from math import inf
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -31,10 +33,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import StateIncompatible
+from dedup.errors import Problem, StateIncompatible, TopologyError
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Shuffled, balanced, mode_of, shuffled
 from dedup.spark.files import LOSSLESS, History
-from dedup.spark.incremental_input import GrowingInput, id_types
+from dedup.spark.incremental_input import GrowingInput, id_types, same_ids
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
 from dedup.spark.reduce_side import layer_rows
 from dedup.spark.session import shuffles_for, translated_errors
@@ -52,6 +54,7 @@ record.
 """
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
+    | {"ADD CONSTRAINT", "DROP CONSTRAINT", "CLUSTER BY", "UPGRADE PROTOCOL"}
 )
 """Delta operations that change no rows."""
 
@@ -146,23 +149,43 @@ def incremental(
         if warning is not None:
             say(f"{topology.name}: {warning}")
         last = table.last_run()
-        # Unlike the verdicts, sightings do not depend on the policies.
-        identity = f"{topology.state_identity({})} {topology.window}"
-        state = table.state_of(last, identity)
-        intent = table.intent_after(last, identity)
-        if intent is None or not source.has(intent.pinned):
-            pinned = source.pin(state.position)
-            if pinned is None:
-                say(f"{topology.name}: {source.place} contains nothing new; nothing was written")
-                seconds = time.monotonic() - began_s
-                return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, seconds, fresh=False)
-            clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
-            intent = table.begin(Intent(last.run + 1, identity, clock_ms, pinned))
-        else:
-            say(f"{topology.name}: finishing the interrupted run {intent.run} with the input that it began with")
-        attempt = Attempt(intent.run, uuid4().hex)
-        report = _Run(source, topology, table, intent, state, attempt, say).publish()
+        attempt = Attempt(last.run + 1, uuid4().hex)
+        try:
+            report = _attempted(source, topology, table, last, attempt, now_ms, say)
+        except Exception as error:
+            table.refuse_overtaken(attempt, error)
+            raise
     return replace(report, seconds=time.monotonic() - began_s)
+
+
+def _attempted(
+    source: GrowingInput,
+    topology: Topology,
+    table: OutputTable,
+    last: Attempt,
+    attempt: Attempt,
+    now_ms: int | None,
+    say: Callable[[str], None],
+) -> IncrementalReport:
+    # Unlike the verdicts, sightings do not depend on the policies.
+    identity = f"{topology.state_identity({})} {topology.window}"
+    state = table.state_of(last, identity)
+    intent = table.intent_after(last, identity)
+    if intent is None or not source.has(intent.pinned):
+        pinned = source.pin(state.position)
+        if pinned is None:
+            say(f"{topology.name}: {source.place} contains nothing new; nothing was written")
+            return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, 0.0, fresh=False)
+        if intent is not None:
+            say(f"{topology.name}: {source.place} no longer has the input of the interrupted run, which begins anew")
+        clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
+        intent = table.begin(Intent(attempt.run, identity, clock_ms, pinned))
+    else:
+        say(f"{topology.name}: finishing the interrupted run {intent.run} with the input that it began with")
+        if now_ms not in {None, intent.now_ms}:
+            clock = datetime.fromtimestamp(intent.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
+            say(f"{topology.name}: the given clock time (--now) is ignored: run {intent.run} began with {clock}")
+    return _Run(source, topology, table, intent, state, attempt, say).publish()
 
 
 def store_warning(path: str, log_store: str | None) -> str | None:
@@ -188,6 +211,8 @@ class _Run:
 
     def publish(self) -> IncrementalReport:
         history = self.source.open(self.intent.pinned)
+        if "run" in (name.lower() for name in history.records.columns):
+            raise TopologyError([Problem("column run", "is a column that dedup adds; rename or drop it")])
         types = self._id_types(history)
         empty = not history.placed and history.records.limit(1).count() == 0
         mode = self._mode(history, empty=empty)
@@ -220,7 +245,7 @@ class _Run:
     def _id_types(self, history: History) -> dict[str, str]:
         types = id_types(history.events, self.topology)
         for name in sorted(types.keys() & self.state.id_types.keys()):
-            if types[name] != self.state.id_types[name]:
+            if not same_ids(self.state.id_types[name], types[name]):
                 raise StateIncompatible(
                     f"column `{name}` of {self.source.place} is {types[name]}, but was {self.state.id_types[name]} "
                     f"in earlier runs: it is part of the tracking ID, and 1 and '1' are different IDs. Nothing was "
@@ -309,47 +334,67 @@ class OutputTable:
     def last_run(self) -> Attempt:
         """Return the last committed attempt, or an `Attempt` with run number 0 if the table does not exist.
 
-        Raises StateIncompatible if someone else has changed rows of the table since the last run, or if the table's
-        history names no run.
+        Raises StateIncompatible if someone else has changed rows of the table since the last run or while the last run
+        was being committed, or if the table's history names no run.
+        """
+        commits = self._log.commits()
+        newest = next(commits, None)
+        if newest is None:
+            self._refuse_others_files()
+            return Attempt()
+        self._newest = newest.version
+        last = self._unchanged_run(chain([newest], commits))
+        if last is not None:
+            return last
+        raise StateIncompatible(
+            f"the history of {self.path} contains no run of dedup, so it is unknown where to continue: somebody else "
+            f"created the table, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
+        )
+
+    def _unchanged_run(self, commits: Iterator[TableCommit]) -> Attempt | None:
+        """Return the last run that ``commits`` (newest first) name, or None if they name no run.
+
+        Raises StateIncompatible if somebody else has changed rows of the table after the run before the last one.
         """
         latest: Attempt | None = None
+        last: Attempt | None = None
         at = -1
-        for commit in self._log.commits():
-            if at < 0:
-                at = self._newest = commit.version
+        for commit in commits:
+            at = commit.version if at < 0 else at
             found = _named(commit)
             # Delta accepts runs in ascending order only.
             latest = latest or found
             if commit.version != at:
                 continue
-            if found is not None and found == latest:
-                return found
-            if found is not None and latest is not None:
+            if found is not None and last is not None:
+                if found.run != last.run - 1:
+                    raise StateIncompatible(self._overlap_text(f"RESTORE to run {found.run}", last))
+                break
+            restored = commit.restored_to
+            if found is not None and latest is not None and found != latest:
                 raise StateIncompatible(
                     f"{self.path} was restored to run {found.run} after run {latest.run} had been committed: Delta "
                     f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {latest.run}, or judge "
                     f"everything again into another table (--out)."
                 )
-            restored = commit.restored_to
-            if restored is None and commit.operation not in _HARMLESS:
-                raise StateIncompatible(self._changed_text(commit))
+            if found is None and restored is None and commit.operation not in _HARMLESS:
+                text = self._changed_text(commit) if last is None else self._overlap_text(str(commit), last)
+                raise StateIncompatible(text)
+            last = last or found
             at = commit.version - 1 if restored is None else restored
-        if self._newest < 0:
-            # If the first run was killed, it may have left behind its state and a part of the table.
-            names = self._names(self._root.path)
-            begun = _STATE in names
-            ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
-            others = [name for name in names if name not in ours]
-            if others:
-                raise StateIncompatible(
-                    f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
-                    f"--out."
-                )
-            return Attempt()
-        raise StateIncompatible(
-            f"the history of {self.path} contains no run of dedup, so it is unknown where to continue: somebody else "
-            f"created the table, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
-        )
+        return last
+
+    def _refuse_others_files(self) -> None:
+        # If the first run was killed, it may have left behind its state and a part of the table.
+        names = self._names(self._root.path)
+        begun = _STATE in names
+        ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
+        others = [name for name in names if name not in ours]
+        if others:
+            raise StateIncompatible(
+                f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
+                f"--out."
+            )
 
     def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a Hadoop path
         statuses = self._files.listStatus(directory) if self._files.exists(directory) else ()
@@ -366,6 +411,29 @@ class OutputTable:
             f"somebody else has changed {self.path} after run {last.run}: {commit}. Its rows no longer match the state "
             f"of its runs, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE "
             f"... TO VERSION AS OF ...), or judge everything again into another table (--out)."
+        )
+
+    def _overlap_text(self, change: str, last: Attempt) -> str:
+        return (
+            f"somebody else has changed {self.path} between the start and the commit of run {last.run}: {change}. The "
+            f"table contains run {last.run}, but its other rows no longer match the state of its runs. Judge "
+            f"everything again into another table (--out)."
+        )
+
+    def refuse_overtaken(self, attempt: Attempt, cause: Exception | None = None) -> None:
+        """Raise StateIncompatible if the table contains the run of ``attempt``, but another attempt has committed it.
+
+        The run that was committed deletes state that ``attempt`` may still need, so ``attempt`` can fail with any
+        error.
+        """
+        others = [each for each in map(_named, self._log.commits(self._newest)) if each is not None]
+        if any(each.run == attempt.run for each in others) and attempt not in others:
+            raise StateIncompatible(self._taken_text(attempt.run)) from cause
+
+    def _taken_text(self, run: int) -> str:
+        return (
+            f"another job has committed run {run} of {self.path} while this job was running. This job published "
+            f"nothing. Run it again: it continues from there."
         )
 
     def state_of(self, last: Attempt, identity: str) -> RunState:
@@ -416,17 +484,19 @@ class OutputTable:
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
         """Append the verdicts in one commit of the table; the commit names the attempt.
 
-        Raises StateIncompatible if another attempt has committed the same run.
+        Raises StateIncompatible if another attempt has committed the same run, or if somebody else has changed rows of
+        the table since `last_run`. If they were changed while the commit was being written, the commit remains, and
+        every later run raises the same error.
         """
         run = attempt.run
         metadata = json.dumps({"dedup": {**attempt._asdict(), "verdicts": counts}})
         rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
         self._refuse_other_columns(rows)
-        taken = (
-            f"another job has committed run {run} of {self.path} while this job was running. This job published "
-            f"nothing. Run it again: it continues from there."
-        )
+        self._unchanged_run(self._log.commits())
+        taken = self._taken_text(run)
         self._log.append(rows, "dedup", run, metadata, after=self._newest, by=("verdict",), taken=taken)
+        # Delta does not regard a change of other rows as a conflict with an append.
+        self._unchanged_run(dropwhile(lambda commit: _named(commit) != attempt, self._log.commits()))
 
     def _refuse_other_columns(self, rows: DataFrame) -> None:
         if not self._log.versions():
@@ -438,7 +508,8 @@ class OutputTable:
                 raise StateIncompatible(
                     f"column `{name}` is {before.get(name, 'missing')} in {self.path}, but {now.get(name, 'missing')} "
                     f"in this run's verdicts. Nothing was published. Directories of the input (`name=value`) become "
-                    f"columns, which must be the same in each run."
+                    f"columns, which must be the same in each run. Rename the directories, or judge everything again "
+                    f"into another table (--out), whose columns of directories are text."
                 )
 
     def forget_before(self, run: int, layers: Sequence[Layer]) -> None:

@@ -7,12 +7,14 @@ with one entry for each kind of input.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
-from pyspark.errors import AnalysisException
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, DataType, StructType
@@ -30,6 +32,8 @@ from dedup.topology.model import Topology
 Pinned = Mapping[str, Any]
 _PATTERN: Final = frozenset("*?[{\\")
 """Characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
+_SPECIAL: Final = re.compile(r"[*?\[\]{}\\]")
+_INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 _SHOWN: Final = 3
 
 
@@ -56,8 +60,8 @@ class NewFiles:
     def pin(self, position: Pinned) -> Pinned | None:
         """Return a description of the files that no run has read, or None if there are no such files.
 
-        Raises StateIncompatible if a file has changed since a run read it, or if Spark would treat a file's name as a
-        pattern.
+        Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
+        pattern, or if the directories of the files contain different columns.
         """
         read = position.get("files", {})
         found = self._statuses(self.paths)
@@ -74,7 +78,10 @@ class NewFiles:
                 f"{_some(patterns)}: Spark treats a name with one of {' '.join(sorted(_PATTERN))} as a pattern, so it "
                 f"cannot read this file alone. Nothing was changed. Rename it."
             )
-        return {"files": new} if new else None
+        self._refuse_mixed(list(new))
+        # Types that Spark infers depend on the directories of one run. Runs of earlier releases wrote such types.
+        text = position.get("text_paths", "files" not in position)
+        return {"files": new, "text_paths": text} if new else None
 
     def has(self, pinned: Pinned) -> bool:
         """Return whether all pinned files still exist and are unchanged."""
@@ -83,14 +90,34 @@ class NewFiles:
 
     def open(self, pinned: Pinned) -> History:
         """Return the records of the pinned files."""
-        base = None
-        if len(self.paths) == 1:
-            # If the input is a single directory, its subdirectories (such as `day=2026-01-31/`) are columns.
-            directory = HadoopDirectory(self.spark, self.paths[0])
-            base = directory.absolute if directory.files.isDirectory(directory.path) else None
-        files = list(pinned["files"])
-        events, arrival = self.rows_are_events, self.by_arrival
-        return read_files(self.spark, files, self.fmt, rows_are_events=events, by_arrival=arrival, base=base)
+        return read_files(
+            self.spark,
+            list(pinned["files"]),
+            self.fmt,
+            rows_are_events=self.rows_are_events,
+            by_arrival=self.by_arrival,
+            base=self._base(),
+            text_paths=pinned.get("text_paths", False),
+        )
+
+    def _refuse_mixed(self, files: Sequence[str]) -> None:
+        base = self._base()
+        if base is None:
+            return
+        found = {_columns_in(file.removeprefix(f"{base}/").split("/")[:-1]): file for file in reversed(files)}
+        if len(found) > 1:
+            raise StateIncompatible(
+                f"the directories of these files contain different columns (`name=value`), or contain columns below "
+                f"different directories: {_some(sorted(found.values()))}. Spark would leave out some of the files. "
+                f"Nothing was changed. Move the files, so that the directories of all of them have the same structure."
+            )
+
+    def _base(self) -> str | None:
+        # If the input is a single directory, its subdirectories (such as `day=2026-01-31/`) are columns.
+        if len(self.paths) != 1:
+            return None
+        directory = HadoopDirectory(self.spark, self.paths[0])
+        return directory.absolute if directory.files.isDirectory(directory.path) else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible if a pinned file was deleted or changed."""
@@ -108,12 +135,15 @@ class NewFiles:
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
         """Return the position ``before`` with the pinned files added to the files already read."""
-        return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
+        files = {**before.get("files", {}), **pinned["files"]}
+        return {**before, "files": files, "text_paths": pinned.get("text_paths", False)}
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Map the path of each file that Spark would read to its size and modification time in ms."""
         try:
-            files = self.spark.read.format("binaryFile").load(list(paths))
+            # Without this option, Spark skips subdirectories that are not named `name=value`.
+            reader = self.spark.read.format("binaryFile").option("recursiveFileLookup", "true")
+            files = reader.load(list(paths))
             rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
         except AnalysisException as error:
             text = f"cannot be listed: {str(error).splitlines()[0]}"
@@ -138,7 +168,9 @@ class NewVersions:
         Raises StateIncompatible if a new version changed or deleted rows, if the commit of a new version is missing
         from the log, or if the table was dropped and created again.
         """
-        table, log = self._detail()["id"], self._log()
+        detail, log = self._detail(), self._log()
+        self._refuse_mapped(detail)
+        table = detail["id"]
         newest = max(log.versions(), default=-1)
         if newest < 0:
             raise SettingsError([Problem(self.place, "cannot be read as delta: it has no log of commits")])
@@ -152,11 +184,26 @@ class NewVersions:
         return pinned if version < 0 or self._appended(pinned) else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether the pinned versions belong to this table, and not to an earlier table at the same path."""
-        return bool(pinned.get("table") == self._detail()["id"])
+        """Return whether the pinned versions belong to this table, and not to an earlier table at the same path, and
+        the whole table is still readable as of the last pinned version, if a run must read all of it.
+        """
+        if pinned.get("table") != self._detail()["id"]:
+            return False
+        # A later run reads only the rows that were appended, and those of another last version are the same files.
+        return pinned["after"] >= 0 or self._is_readable(pinned)
+
+    def _is_readable(self, pinned: Pinned) -> bool:
+        try:
+            # Spark opens each file, but reads no column.
+            self._table(pinned).agg(F.max("_metadata.file_path")).collect()
+        except (PySparkException, Py4JJavaError):
+            # VACUUM deletes the files of earlier versions, and Delta deletes their log.
+            return False
+        return True
 
     def open(self, pinned: Pinned) -> History:
-        """Return the rows of the pinned versions."""
+        """Return the rows of the pinned versions. Raises StateIncompatible if the table maps column names."""
+        self._refuse_mapped(self._detail())
         place = f"{self.place}@{pinned['until']}"
         events, arrival = self.rows_are_events, self.by_arrival
         return read_table(self._table(pinned), "delta", place, rows_are_events=events, by_arrival=arrival)
@@ -173,14 +220,8 @@ class NewVersions:
         snapshot = self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.place)
         if pinned["after"] < 0:
             return snapshot
-        if self._detail()["properties"].get("delta.columnMapping.mode", "none") != "none":
-            raise StateIncompatible(
-                f"{self.place} maps column names (delta.columnMapping.mode), so the rows appended since version "
-                f"{pinned['after']} cannot be read from its files. Copy it to a table without column mapping, or read "
-                f"its change feed and pass the rows as a DataFrame."
-            )
         root = self._log().path
-        files = [name if "://" in name else f"{root}/{name}" for name in self._appended(pinned)]
+        files = [_literal(name if "://" in name else f"{root}/{name}") for name in self._appended(pinned)]
         try:
             reader = self.spark.read.options(**LOSSLESS).schema(snapshot.schema)
             return reader.option("basePath", root).parquet(*files)
@@ -190,6 +231,14 @@ class NewVersions:
                 f"compacted and then deleted by VACUUM: {str(error).splitlines()[0]}. Nothing was changed. Judge "
                 f"everything again into another table (--out), and run at least once within VACUUM's retention."
             ) from error
+
+    def _refuse_mapped(self, detail: Any) -> None:  # noqa: ANN401 - a row
+        if detail["properties"].get("delta.columnMapping.mode", "none") != "none":
+            raise StateIncompatible(
+                f"{self.place} maps column names (delta.columnMapping.mode), so rows that are appended later could not "
+                f"be read from its files. Nothing was changed. Copy it to a table without column mapping, or read its "
+                f"change feed and pass the rows as a DataFrame."
+            )
 
     def _appended(self, pinned: Pinned) -> list[str]:
         # The list contains commits as unparsed text, because a commit may have added hundreds of thousands of files.
@@ -283,9 +332,27 @@ def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:
     return bool((action.get(kind) or {}).get("dataChange"))
 
 
+def _columns_in(directories: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns that Spark finds in the directories of a file, and the directories above these columns."""
+    last = max((at for at, name in enumerate(directories) if "=" in name), default=-1)
+    first = max((at for at, name in enumerate(directories[: last + 1]) if "=" not in name), default=-1) + 1
+    columns = tuple(name.partition("=")[0] for name in directories[first : last + 1])
+    return columns, tuple(directories[:first]) if columns else ()
+
+
+def _literal(path: str) -> str:
+    """Return the path as a pattern that matches only this path."""
+    return _SPECIAL.sub(r"\\\g<0>", path)
+
+
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def same_ids(before: str, now: str) -> bool:
+    """Return whether equal values of two column types make equal tracking IDs."""
+    return before == now or {before, now} <= _INTEGERS
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:

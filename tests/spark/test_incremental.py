@@ -16,12 +16,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import DataFrameWriter
 
 from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
-from dedup.errors import StateIncompatible
+from dedup.errors import StateIncompatible, TopologyError
 from dedup.spark.incremental import OutputTable, incremental, store_warning
 from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.parse import parse
 from tests.spark.parity import NOW_MS, POLICIES, Row, by_model, document, model_record, recipe_of, rules_of, stream
 from tests.spark.streaming import INTERPRETED, QUIET
@@ -242,6 +244,7 @@ def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):
     spark.sql(f"DELETE FROM {table} WHERE verdict = 'duplicate'")
     spark.sql(f"RESTORE TABLE {table} TO VERSION AS OF 1")
     spark.sql(f"OPTIMIZE {table}")
+    spark.sql(f"ALTER TABLE {table} ADD CONSTRAINT counted CHECK (run > 0)")
     assert again(spark, grown).run == 3
     assert spark.read.format("delta").load(str(silver)).groupBy("verdict").count().collect() != []
     assert sorted(verdicts_of(spark, silver)) == [(0, offset) for offset in range(6)]
@@ -251,6 +254,47 @@ def test_a_table_restored_to_an_earlier_run_is_refused(spark, grown):
     spark.sql(f"RESTORE TABLE delta.`{grown[1]}` TO VERSION AS OF 0")
     with pytest.raises(StateIncompatible, match=r"was restored to run 1 after run 2 had been committed"):
         again(spark, grown)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_change_of_the_table_while_a_run_is_under_way_is_told(spark, grown, monkeypatch, late):
+    """Delta commits an append after a DELETE of other rows without a conflict."""
+    table = f"delta.`{grown[1]}`"
+    place, name = (DeltaLog, "append") if late else (OutputTable, "keep_state")
+    real = getattr(place, name)
+
+    def changed(self, *arguments, **options):
+        spark.sql(f"DELETE FROM {table} WHERE run = 1")
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, changed)
+        with pytest.raises(StateIncompatible, match=r"somebody else has changed .*: DELETE \(version 2"):
+            again(spark, grown)
+    if late:
+        with pytest.raises(StateIncompatible, match=r"between the start and the commit of run 3: DELETE \(version 2"):
+            again(spark, grown)
+        return
+    # Nothing was published, so the table can be repaired.
+    spark.sql(f"RESTORE TABLE {table} TO VERSION AS OF 1")
+    assert again(spark, grown).run == 3
+    assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
+
+
+def test_a_run_whose_state_another_run_has_deleted_is_told_why(spark, grown, monkeypatch):
+    write_files, others = DataFrameWriter.parquet, []
+
+    def overtaken(self, path, *arguments, **options):
+        write_files(self, path, *arguments, **options)
+        if "/_dedup/state/" in path and not others:
+            others.append(None)
+            others.append(again(spark, grown))
+
+    monkeypatch.setattr(DataFrameWriter, "parquet", overtaken)
+    with pytest.raises(StateIncompatible, match=r"another job has committed run 3 of .* This job published nothing"):
+        again(spark, grown)
+    assert others[1].run == 3
+    assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
 
 
 def test_a_run_that_commits_after_another_of_the_same_parent_is_told(spark, grown, monkeypatch):
@@ -293,8 +337,11 @@ def test_a_killed_run_judges_what_it_began_with_and_by_its_clock(spark, grown, m
     bronze, silver = grown
     killed(spark, bronze, silver, topology(), "commit", monkeypatch, after=False)
     write(bronze / "3.parquet", [(b'{"id":9}', 9, 0, 6)])
-    finished = append(spark, *grown, topology(), 5)
+    said = []
+    source = NewFiles(spark, [str(bronze)], "parquet")
+    finished = incremental(source, topology(), str(silver), now_ms=5, say=said.append)
     assert (finished.run, finished.new_rows, finished.now_ms) == (3, 2, NOW_MS)
+    assert "(--now) is ignored: run 3 began with 20" in "".join(said)
     assert again(spark, grown).new_rows == 1
 
 
@@ -303,6 +350,51 @@ def test_an_intent_whose_input_is_gone_is_replaced(spark, grown, monkeypatch):
     killed(spark, bronze, silver, topology(), "keep_state", monkeypatch, after=False)
     write(bronze / "2.parquet", LINES[4:5])
     assert again(spark, grown).new_rows == 1
+
+
+def test_directories_of_files_may_be_nested_and_their_columns_are_text(spark, tmp_path):
+    """Spark would skip nested directories, and infer another type from the directories of each run."""
+    bronze, silver = tmp_path / "bronze", tmp_path / "silver"
+
+    def add(directory, lines):
+        (bronze / directory).mkdir(parents=True)
+        write(bronze / directory / "a.parquet", lines)
+        return append(spark, bronze, silver, topology(), FILES_NOW_MS)
+
+    assert add("2024/01/x=__HIVE_DEFAULT_PARTITION__", LINES[:2]).new_rows == 2
+    (bronze / "2024/02/x=3000000000").mkdir(parents=True)
+    write(bronze / "2024/02/x=3000000000" / "b.parquet", LINES[2:4])
+    assert add("2024/02/x=007", LINES[4:]).new_rows == 4
+    found = spark.read.format("delta").load(str(silver))
+    assert sorted((row.offset, row.x) for row in found.collect()) == [
+        *((offset, None) for offset in (0, 1)),
+        *((offset, "3000000000") for offset in (2, 3)),
+        *((offset, "007") for offset in (4, 5)),
+    ]
+    (bronze / "x=7").mkdir()
+    write(bronze / "x=7" / "c.parquet", LINES[:1])
+    with pytest.raises(StateIncompatible, match=r"contain different columns.*d/a\.parquet, .*x=7/c\.parquet\."):
+        add("d", LINES[:1])
+    # What earlier releases have read without the option has types that Spark infers.
+    older = NewFiles(spark, [str(bronze)], "parquet")
+    shutil.rmtree(bronze / "d")
+    shutil.rmtree(bronze / "2024")
+    pinned = older.pin({"files": {}})
+    assert pinned is not None
+    assert dict(older.open(pinned).records.dtypes)["x"] == "int"
+    (tmp_path / "lines" / "x=7").mkdir(parents=True)
+    (tmp_path / "lines" / "x=7" / "a.json").write_bytes(b'{"id":1}')
+    lines = NewFiles(spark, [str(tmp_path / "lines")], "json")
+    pinned = lines.pin({})
+    assert pinned is not None
+    assert dict(lines.open(pinned).records.dtypes)["x"] == "string"
+
+
+def test_directories_named_like_the_column_of_the_run_are_refused(spark, tmp_path):
+    (tmp_path / "bronze").mkdir()
+    write(tmp_path / "bronze" / "run=7" / "a.parquet", LINES)
+    with pytest.raises(TopologyError, match="column run: is a column that dedup adds"):
+        append(spark, tmp_path / "bronze", tmp_path / "silver", topology(), FILES_NOW_MS)
 
 
 def test_a_file_that_changes_while_it_is_judged_is_refused(spark, grown, monkeypatch):
@@ -341,7 +433,9 @@ def bronze_rows(spark, ids, seconds, *, id_type="bigint", more=""):
     rows = [(number, BASE_MS + second * 1000) for number, second in zip(ids, seconds, strict=True)]
     frame = spark.createDataFrame(rows, "id bigint, placed_ms bigint")
     extra = [f"'{more}' AS {more}"] if more else []
-    return frame.selectExpr(f"CAST(id AS {id_type}) AS id", "placed_ms", "placed_ms % 2 AS day", *extra)
+    return frame.selectExpr(
+        f"CAST(id AS {id_type}) AS id", "placed_ms", "concat('1', placed_ms % 2, ':00') AS at", *extra
+    )
 
 
 def of_columns():
@@ -349,10 +443,10 @@ def of_columns():
 
 
 def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
-    bronze, silver = str(tmp_path / "bronze table"), str(tmp_path / "silver")
+    bronze, silver = str(tmp_path / "bronze [1] table"), str(tmp_path / "silver")
 
     def grow(ids, seconds, **more):
-        writer = bronze_rows(spark, ids, seconds, **more).write.format("delta").mode("append").partitionBy("day")
+        writer = bronze_rows(spark, ids, seconds, **more).write.format("delta").mode("append").partitionBy("at")
         writer.option("mergeSchema", "true").save(bronze)
 
     def judge():
@@ -375,6 +469,30 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
     read = [json.loads(row.value) for row in spark.read.format("delta").load(silver).collect()]
     assert sorted(each["id"] for each in read) == [1, 1, 2, 2, 3, 4, 5]
     assert sorted(each["id"] for each in read if each.get("customer")) == [2, 5]
+    assert {each["at"] for each in read} == {"10:00"}
+
+
+def test_a_first_run_whose_version_of_a_delta_table_was_vacuumed_begins_anew(spark, tmp_path, monkeypatch):
+    bronze, silver = str(tmp_path / "bronze"), str(tmp_path / "silver")
+    source = NewVersions(spark, bronze, rows_are_events=True)
+    spark.sql(f"CREATE TABLE delta.`{bronze}` (id BIGINT, placed_ms BIGINT, at STRING) USING delta")
+    for number in range(2):
+        bronze_rows(spark, [number], [number]).write.format("delta").mode("append").save(bronze)
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputTable, "keep_state", lambda *_: (_ for _ in ()).throw(KilledOnPurpose()))
+        with pytest.raises(KilledOnPurpose):
+            incremental(source, of_columns(), silver, now_ms=NOW_MS, say=quiet)
+    pinned = source.pin({})
+    assert pinned is not None
+    assert source.has(pinned)
+    spark.sql(f"OPTIMIZE delta.`{bronze}`")
+    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    spark.sql(f"VACUUM delta.`{bronze}` RETAIN 0 HOURS")
+    spark.conf.unset("spark.databricks.delta.retentionDurationCheck.enabled")
+    assert incremental(source, of_columns(), silver, now_ms=NOW_MS, say=quiet).verdicts == {"unique": 2}
+    spark.sql(f"ALTER TABLE delta.`{bronze}` SET TBLPROPERTIES ('delta.columnMapping.mode' = 'name')")
+    with pytest.raises(StateIncompatible, match="maps column names"):
+        source.pin({})
 
 
 def test_a_dataframe_is_one_run_which_may_be_repeated_and_an_id_keeps_its_type(spark, tmp_path):
@@ -386,8 +504,9 @@ def test_a_dataframe_is_one_run_which_may_be_repeated_and_an_id_keeps_its_type(s
     first, second = bronze_rows(spark, [1, 2], [0, 1]), bronze_rows(spark, [2, 3], [2, 3], more="customer")
     assert judge(first).verdicts == {"unique": 2}
     assert not judge(first).fresh
-    assert judge(second).verdicts == {"duplicate": 1, "unique": 1}
-    with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, but was bigint"):
+    # An integer of another size is the same ID.
+    assert judge(second.withColumn("id", second["id"].cast("int"))).verdicts == {"duplicate": 1, "unique": 1}
+    with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, but was int"):
         judge(bronze_rows(spark, [2], [2], id_type="string"))
     assert not judge(second.limit(0)).fresh
 

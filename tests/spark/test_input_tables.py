@@ -79,6 +79,40 @@ def test_a_name_that_is_no_table_of_records_is_refused(spark, shop, name, text):
         read_files(spark, [name], "table")
 
 
+def test_a_view_with_another_filter_is_another_input(spark, shop, tmp_path):
+    """It reads the same files; a Delta table writes `:` in the names of its directories as `%3A`."""
+    rows = spark.createDataFrame([(1, "10:00"), (2, "11:00")], "id INT, at STRING")
+    rows.write.format("delta").partitionBy("at").saveAsTable("shop.hours")
+    identities = []
+    for where in ("id < 5", "id < 2", "id < 2"):
+        spark.sql(f"CREATE OR REPLACE VIEW shop.some AS SELECT * FROM shop.hours WHERE {where}")
+        identities.append(read_files(spark, ["shop.some"], "table", rows_are_events=True).identity)
+    assert identities[0] != identities[1] == identities[2]
+    spark.sql("DROP VIEW shop.some")
+
+
+def test_directories_that_are_all_null_make_a_column_of_text(spark, tmp_path):
+    """Spark infers the type `void`, which no file can hold."""
+    directory = tmp_path / "log" / "day=__HIVE_DEFAULT_PARTITION__"
+    directory.parent.mkdir()
+    write(directory / "log.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "log")], "parquet")
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert {row["day"] for row in spark.read.parquet(report.path).collect()} == {None}
+
+
+@NEEDS_ICEBERG
+def test_an_iceberg_table_partitioned_by_transforms_is_read(spark, tmp_path):
+    spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    made = "(value STRING, at TIMESTAMP, p STRING) USING iceberg PARTITIONED BY (days(at), truncate(2, value), p)"
+    spark.sql(f"CREATE TABLE lake.shop.days {made}")
+    spark.sql("""INSERT INTO lake.shop.days VALUES ('{"id":1}', timestamp'2024-01-01 00:00:00', 'x')""")
+    history = read_files(spark, ["lake.shop.days"], "table")
+    assert history.records.columns[-1] == "p"
+    assert history.records.count() == 1
+    spark.sql("DROP TABLE lake.shop.days")
+
+
 CREATE = """
 import sys
 from dedup.spark.session import session_for

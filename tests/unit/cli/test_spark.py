@@ -37,6 +37,13 @@ def test_options_of_topics_are_refused_beside_files(given, names, tmp_path):
     assert [problem.place for problem in error.problems] == [names]
 
 
+def test_an_incremental_run_reads_no_table_by_its_name(tmp_path):
+    arguments = ["spark", "incremental", SIMPLEST, "--input", "shop.orders", "--format", "table"]
+    error = CliRunner().invoke(create_app(), [*arguments, "--out", str(tmp_path / "out")]).exception
+    assert isinstance(error, SettingsError)
+    assert "--format delta" in str(error)
+
+
 def test_their_defaults_are_not(tmp_path):
     pytest.importorskip("pyspark")
     arguments = ["spark", "backfill", SIMPLEST, "--input", str(tmp_path), "--out", str(tmp_path / "out")]
