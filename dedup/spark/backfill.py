@@ -250,6 +250,8 @@ class RunDirectory:
         )
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - Hadoop paths
+        if self._files.exists(target):
+            return False
         if self._files.getScheme() == "file":
             # Hadoop would not fail if the target exists, but move the attempt into the target, or copy it.
             try:
@@ -260,11 +262,7 @@ class RunDirectory:
                 raise
             return True
         # If the target exists, rename does not fail, but moves the attempt into the target (HADOOP-11452).
-        return (
-            not self._files.exists(target)
-            and self._files.rename(attempt, target)
-            and not self._files.exists(self._root.at(attempt.getName(), target))
-        )
+        return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
     def _local(self, path: Any) -> Path:  # noqa: ANN401 - a Hadoop path
         return Path(self._files.makeQualified(path).toUri().getPath())
@@ -309,7 +307,7 @@ class RunDirectory:
 
     def _in_table(self) -> bool:
         """Return whether the run's rows are in the Delta table, although the run has no report."""
-        if self._fmt != "delta" or not self._files.exists(self._root.at("_delta_log")):
+        if self._fmt != "delta" or not DeltaLog(self._spark, self.path).versions():
             return False
         table = self._spark.read.format("delta").load(self.path)
         return not table.where(F.col("run") == self._run).isEmpty()
