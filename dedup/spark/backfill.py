@@ -97,11 +97,11 @@ def backfill(
     run that is already published is not written again. ``now_ms`` is the clock time in ms that the job uses to detect
     future event times (default: the current time).
 
-    Raises StateIncompatible if the run was published with a different input or topology or is published by another job
-    in the meantime, if rows are repeated or belong to other topics, or if retention deleted records while the job was
-    reading them. Raises RecordFailed if the
-    policy `fail` applies to a record. Raises SettingsError or TopologyError for damaged files, an unsuitable table, or
-    an invalid run name. `backfill` raises all of these errors before it publishes any verdict.
+    Raises StateIncompatible if the run was published with a different input or topology, if another job publishes it in
+    the meantime, if rows are repeated or belong to other topics, or if retention deleted records while the job was
+    reading them. Raises RecordFailed if the policy `fail` applies to a record. Raises SettingsError or TopologyError
+    for damaged files, an unsuitable table, or an invalid run name. `backfill` raises all of these errors before it
+    publishes any verdict.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])

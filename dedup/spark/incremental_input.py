@@ -7,7 +7,6 @@ with one entry for each kind of input.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
@@ -24,15 +23,13 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
+from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal
 from dedup.spark.row_events import as_events
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
-_PATTERN: Final = frozenset("*?[{\\")
-"""Characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
-_SPECIAL: Final = re.compile(r"[*?\[\]{}\\]")
 _INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 _SHOWN: Final = 3
 
@@ -72,11 +69,12 @@ class NewFiles:
                 f"changed. Put the earlier file back, and write new records to a file with a new name."
             )
         new = {name: found[name] for name in sorted(found.keys() - read.keys())}
-        patterns = [name for name in new if not _PATTERN.isdisjoint(name)]
+        patterns = [name for name in new if PATTERN.search(name)]
         if patterns:
+            special = " ".join(sorted(PATTERN_CHARACTERS))
             raise StateIncompatible(
-                f"{_some(patterns)}: Spark treats a name with one of {' '.join(sorted(_PATTERN))} as a pattern, so it "
-                f"cannot read this file alone. Nothing was changed. Rename it."
+                f"{_some(patterns)}: Spark treats a name with one of {special} as a pattern, so it cannot read this "
+                f"file alone. Nothing was changed. Rename it."
             )
         self._refuse_mixed(list(new))
         # Types that Spark infers depend on the directories of one run. Runs of earlier releases wrote such types.
@@ -221,7 +219,7 @@ class NewVersions:
         if pinned["after"] < 0:
             return snapshot
         root = self._log().path
-        files = [_literal(name if "://" in name else f"{root}/{name}") for name in self._appended(pinned)]
+        files = [literal(name if "://" in name else f"{root}/{name}") for name in self._appended(pinned)]
         try:
             reader = self.spark.read.options(**LOSSLESS).schema(snapshot.schema)
             return reader.option("basePath", root).parquet(*files)
@@ -338,11 +336,6 @@ def _columns_in(directories: Sequence[str]) -> tuple[tuple[str, ...], tuple[str,
     first = max((at for at, name in enumerate(directories[: last + 1]) if "=" not in name), default=-1) + 1
     columns = tuple(name.partition("=")[0] for name in directories[first : last + 1])
     return columns, tuple(directories[:first]) if columns else ()
-
-
-def _literal(path: str) -> str:
-    """Return the path as a pattern that matches only this path."""
-    return _SPECIAL.sub(r"\\\g<0>", path)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,8 +20,10 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
 
-PATTERN: Final = re.compile(r"[*?\[{\\]")
-"""Matches the characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
+PATTERN_CHARACTERS: Final = "*?[{\\"
+"""The characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
+PATTERN: Final = re.compile(f"[{re.escape(PATTERN_CHARACTERS)}]")
+_SPECIAL: Final = re.compile(r"[*?\[\]{}\\]")
 _NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
 Kind = Literal["Delta", "Iceberg"]
 _TABLES: Final[Mapping[Kind, str]] = {
@@ -56,6 +58,11 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     # Spark rejects a base path below one of the paths, and does not need it there.
     # The slash makes a path of a bucket (`s3a://archive`).
     return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
+
+
+def literal(path: str) -> str:
+    """Return the path as a pattern that matches only this path."""
+    return _SPECIAL.sub(r"\\\g<0>", path)
 
 
 def _all(spark: SparkSession, paths: Sequence[str]) -> DataFrame:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.spark.files import FileFormat
+from dedup.spark.input_files import literal
 from dedup.spark.session import HadoopDirectory
-
-_GLOB: Final = re.compile(r"[\\*?\[\]{}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ def keep_rejected(rejected: DataFrame, path: str | None) -> Rejected:
         own = f"{path.rstrip('/')}/{run}"
         rejected.write.mode("errorifexists").parquet(own)
         # Spark interprets a path that it reads, but not a path that it writes, as a pattern.
-        kept = rejected.sparkSession.read.parquet(_GLOB.sub(r"\\\g<0>", own))
+        kept = rejected.sparkSession.read.parquet(literal(own))
         rows = kept.groupBy("reason").count().orderBy(fn.desc("count")).collect()
         return Rejected({row["reason"]: row["count"] for row in rows}, own)
     first = rejected.first()

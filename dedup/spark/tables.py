@@ -37,6 +37,7 @@ from dedup.settings import Settings
 from dedup.spark.columns import identified, payload_columns
 from dedup.spark.json_digits import inexact
 from dedup.spark.kafka_source import history_of_range
+from dedup.spark.row_events import quoted
 from dedup.spark.session import described
 from dedup.spark.table_log import CONFLICT, DeltaLog
 from dedup.topology.model import SinkColumn, Topology
@@ -358,22 +359,17 @@ def _is_unfit(kind: t.DataType) -> bool:
 def _newest(rows: DataFrame) -> DataFrame:
     """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
-    quoted = [_quoted(name) for name in others]
-    by = fn.struct(*ORDER, fn.xxhash64(*quoted).alias("tie"))
-    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*quoted), by).alias("best"))
+    columns = [quoted(name) for name in others]
+    by = fn.struct(*ORDER, fn.xxhash64(*columns).alias("tie"))
+    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*columns), by).alias("best"))
     return best.select(ID, *(fn.col("best").getField(name).alias(name) for name in others))
-
-
-def _quoted(name: str) -> str:
-    """Return a name as Spark SQL reads it, whatever characters it has."""
-    return f"`{name.replace('`', '``')}`"
 
 
 def _ddl(kind: t.DataType) -> str:
     """Return a type as Spark SQL reads it; `simpleString` does not quote the names of members."""
     match kind:
         case t.StructType():
-            return f"STRUCT<{', '.join(f'{_quoted(each.name)}: {_ddl(each.dataType)}' for each in kind.fields)}>"
+            return f"STRUCT<{', '.join(f'{quoted(each.name)}: {_ddl(each.dataType)}' for each in kind.fields)}>"
         case t.ArrayType():
             return f"ARRAY<{_ddl(kind.elementType)}>"
         case _:
@@ -389,7 +385,7 @@ def upsert_delta(found: TableRows, path: str) -> int:
     spark = found.rows.sparkSession
     source = _newest(found.rows)
     table = DeltaLog(spark, path).table
-    columns = ", ".join(f"{_quoted(field.name)} {_ddl(field.dataType)}" for field in source.schema.fields)
+    columns = ", ".join(f"{quoted(field.name)} {_ddl(field.dataType)}" for field in source.schema.fields)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"
     merge = (
         f"MERGE INTO {table} t USING {{source}} s ON t.{ID} = s.{ID} "
@@ -400,7 +396,7 @@ def upsert_delta(found: TableRows, path: str) -> int:
         there = spark.read.format("delta").load(path)
         _refuse_other_columns(path, _types(source.schema), _types(there.schema))
         by = _column_of(found.order)
-        if not there.where(~fn.col("order_value").eqNullSafe(fn.col(_quoted(by)))).isEmpty():
+        if not there.where(~fn.col("order_value").eqNullSafe(fn.col(quoted(by)))).isEmpty():
             raise _other_order(path, by)
         row = spark.sql(merge, source=source).first()
     if row is None:
