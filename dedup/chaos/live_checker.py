@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from confluent_kafka.admin import AdminClient
 
 from dedup.errors import BrokerUnavailable
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin, Group, GroupMember, on_cluster
 from dedup.topology.model import extractor_of
 from dedup.verify.evidence import VERDICT_HEADER, header
 from dedup.verify.kafka_reader import RecordColumns, client_config
@@ -45,17 +46,18 @@ class GroupProgress:
 class Watch:
     """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    `Watch` reads the group's offsets with a consumer, because librdkafka's admin client crashes the process with
-    SIGSEGV if the coordinator is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `Watch` does not use
-    `KafkaReader`, because in one run a `KafkaReader` received no more responses after the broker restarted.
+    `Watch` does not ask librdkafka's admin client about the group, because the client ends the process with SIGSEGV if
+    the coordinator is loading or has moved (librdkafka issue 5040), and with SIGABRT if a request about a group times
+    out (both seen with 2.16.0). `Watch` does not use `KafkaReader`, because in one run a `KafkaReader` received no more
+    responses after the broker restarted.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
         how = client_config(settings)
         self.topic: Final = topic
         self._group: Final = group
+        self._settings: Final = settings
         self._brokers: Final = ", ".join(settings.brokers)
-        self._admin: Final = AdminClient(dict(how))
         self._places: Final = [TopicPartition(topic, number) for number in range(partitions)]
         self._consumer: Final = Consumer(
             {
@@ -107,9 +109,11 @@ class Watch:
 
         Raises BrokerUnavailable if the broker does not respond.
         """
-        with self._asking(f"who is in {self._group}"):
-            group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
-            return frozenset(member.member_id for member in group.result().members)
+
+        async def ask(wire: KafkaWire, _admin: Admin) -> list[GroupMember]:
+            return await Group(wire, self._group).members()
+
+        return frozenset(each.member_id for each in on_cluster(self._settings, "dedup-watch", ask))
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:

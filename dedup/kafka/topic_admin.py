@@ -237,6 +237,8 @@ async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], A
 class GroupMember:
     """A member of a consumer group."""
 
+    member_id: str
+    """The ID that the broker gave the member. A restarted process gets another one."""
     worker_id: str
     """The member's static ID, or its client ID if it has no static ID."""
     host: str
@@ -326,4 +328,4 @@ def _member(member_id: str, client_id: str, host: str, _metadata: bytes, assignm
     # The broker appends a UUID to the static ID of a static member, and to the client ID of any other member.
     name = _MADE_BY_THE_BROKER.sub("", member_id) or client_id
     partitions = ConsumerProtocolMemberAssignment.decode(assignment).partitions() if assignment else []
-    return GroupMember(name, host.lstrip("/"), tuple(sorted(TopicPartition(*tp) for tp in partitions)))
+    return GroupMember(member_id, name, host.lstrip("/"), tuple(sorted(TopicPartition(*tp) for tp in partitions)))
