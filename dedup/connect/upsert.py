@@ -111,7 +111,7 @@ class RowMaker:
         return made
 
     def payloads(self, columns: Columns) -> Iterable[Row | str]:
-        """Return each record's values of the columns, or a sentence about a value of the wrong type."""
+        """Return each record's column values, or a sentence that says which value has the wrong type."""
         if not self._columns:
             return zip(columns.keys, columns.values, strict=True)
         if self._members is not None:

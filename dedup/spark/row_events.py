@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from typing import Final, assert_never
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
@@ -37,12 +37,17 @@ from pyspark.sql.types import (
 
 from dedup.core.event_time import FieldTime, RecordTime, TimeUnit
 from dedup.core.tracking_id import (
+    CodeRule,
+    ContentRule,
     FieldRule,
+    FieldsRule,
+    FirstOfRule,
     HeaderRule,
     KeyFieldRule,
     KeyRule,
     PartsRule,
     Path,
+    RawContentRule,
     Rule,
     alternatives_of,
     format_path,
@@ -207,8 +212,10 @@ def _can_have(rule: Rule, absent: Collection[str]) -> bool:
         case PartsRule(parts):
             found = [_can_have(part.rule, absent) for part in parts]
             return any(found) and all(part.absent_is_value or there for part, there in zip(parts, found, strict=True))
-        case _:
+        case FieldRule() | FieldsRule() | ContentRule() | RawContentRule() | CodeRule() | FirstOfRule():
             return True
+        case never:
+            assert_never(never)
 
 
 def unfit_columns(schema: StructType, topology: Topology) -> Iterator[Problem]:

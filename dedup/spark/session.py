@@ -347,7 +347,7 @@ def session_for(
 
 
 def _silence_outages(session: SparkSession) -> None:
-    """Suppress what Spark logs about brokers that do not respond; dedup logs one line a minute.
+    """Suppress Spark's log messages about brokers that do not respond; dedup logs one line a minute instead.
 
     The Kafka clients of the driver would log several lines a second. For each failed task, `Executor` and
     `TaskSetManager` would each log a stack trace. `TaskSetManager` still logs tasks that failed for other reasons.

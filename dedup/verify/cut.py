@@ -158,7 +158,7 @@ class Cut:
     begins: dict[str, dict[int, int]]
     """Maps each source topic and partition to the start offset that `dedup reset --to` has set."""
     compacted: frozenset[str]
-    """Names of the topics from which compaction may have removed records anywhere in the log."""
+    """Names of the compacted topics, whose logs may lack records at any offset."""
     plan: Plan
     scratch: str
     """The directory for data that does not fit into memory."""

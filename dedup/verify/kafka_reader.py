@@ -238,7 +238,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the names of the compacted topics, from which records may be missing anywhere in the log."""
+        """Return the names of the compacted topics, whose logs may lack records at any offset."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
