@@ -114,7 +114,7 @@ class CheckpointUnusable(DedupError):
 
 
 class TaskMigrated(DedupError):
-    """Another worker may own the partition now (KIP-98 fencing), so the caller must drop the task and rejoin the group."""
+    """Another worker may now own the partition (KIP-98 fencing), so the caller must drop the task and rejoin."""
 
 
 class CommitUnknown(TaskMigrated):
