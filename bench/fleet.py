@@ -29,7 +29,6 @@ from typing import Annotated, Final
 
 import numpy as np
 import typer
-from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +40,9 @@ from bench.reader import OutputReader, check
 from bench.workload import Workload
 from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.kafka_node import free_ports
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin, Group, GroupMember, on_cluster
+from dedup.settings import Settings
 
 _READY_WITHIN_S: Final = 180.0
 _WARM_UP_S: Final = 10
@@ -289,14 +291,13 @@ def _has_partitions(job: Job, number: int) -> bool:
 
 def owners(job: Job) -> dict[str, list[int]]:
     """Return the source's partitions by the static id of their worker, as the group has them assigned."""
-    admin = AdminClient({"bootstrap.servers": job.bootstrap})
-    about = admin.describe_consumer_groups([job.group])[job.group].result(30)
+
+    async def ask(wire: KafkaWire, _admin: Admin) -> list[GroupMember]:
+        return await Group(wire, job.group).members()
+
     return {
-        member.group_instance_id: [
-            each.partition for each in member.assignment.topic_partitions if each.topic == job.source
-        ]
-        for member in about.members
-        if member.assignment is not None
+        member.worker_id: [place.partition for place in member.partitions if place.topic == job.source]
+        for member in on_cluster(Settings(brokers=(job.bootstrap,)), "bench", ask)
     }
 
 

@@ -17,6 +17,10 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from dedup.embedded.kafka_node import EmbeddedKafka
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin as DedupAdmin
+from dedup.kafka.topic_admin import Group, GroupMember, on_cluster
+from dedup.settings import Settings
 from tests.waiting import WITHIN_S, until
 
 if TYPE_CHECKING:
@@ -131,6 +135,15 @@ class Admin:
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         asked = self.client.list_offsets(wanted, isolation_level=level, request_timeout=30)
         return {place.partition: answer.result().offset for place, answer in asked.items()}
+
+
+def members_of(bootstrap: str, group: str) -> list[GroupMember]:
+    """Return the group's members. Not by librdkafka's admin client, which aborts when a request about a group times out."""
+
+    async def ask(wire: KafkaWire, _admin: DedupAdmin) -> list[GroupMember]:
+        return await Group(wire, group).members()
+
+    return on_cluster(Settings(brokers=(bootstrap,)), "tests", ask)
 
 
 def admin_of(bootstrap: str) -> Admin:

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.brokers import members_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.test_topics_change import members
@@ -27,11 +28,10 @@ def starts(worker: Worker) -> Counter[int]:
 
 def owned(job: Job) -> dict[str, set[int]]:
     """Return the source partitions that the group has given to each worker."""
-    found = job.admin.client.describe_consumer_groups([job.name])[job.name].result(timeout=30)
     source = job.topology.source.topics[0]
     return {
-        member.group_instance_id: {tp.partition for tp in member.assignment.topic_partitions if tp.topic == source}
-        for member in found.members
+        member.worker_id: {place.partition for place in member.partitions if place.topic == source}
+        for member in members_of(job.kafka.bootstrap, job.name)
     }
 
 

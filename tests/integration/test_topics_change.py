@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from tests.brokers import read_all
+from tests.brokers import members_of, read_all
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, Worker, until
 from tests.integration.test_admin import dedup, distinct, output_ids
@@ -134,7 +134,7 @@ def test_f74_a_worker_frozen_through_a_reset(job: Job) -> None:
 
 
 def members(job: Job) -> int:
-    return len(job.admin.client.describe_consumer_groups([job.name])[job.name].result(timeout=30).members)
+    return len(members_of(job.kafka.bootstrap, job.name))
 
 
 def test_f74_an_interrupted_reset_is_refused_and_finished_by_the_next(make_job: MakeJob) -> None:
