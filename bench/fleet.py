@@ -40,8 +40,7 @@ from bench.reader import OutputReader, check
 from bench.workload import Workload
 from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.kafka_node import free_ports
-from dedup.kafka.client import KafkaWire
-from dedup.kafka.topic_admin import Admin, Group, GroupMember, on_cluster
+from dedup.kafka.topic_admin import group_members
 from dedup.settings import Settings
 
 _READY_WITHIN_S: Final = 180.0
@@ -291,13 +290,9 @@ def _has_partitions(job: Job, number: int) -> bool:
 
 def owners(job: Job) -> dict[str, list[int]]:
     """Return the source's partitions by the static id of their worker, as the group has them assigned."""
-
-    async def ask(wire: KafkaWire, _admin: Admin) -> list[GroupMember]:
-        return await Group(wire, job.group).members()
-
     return {
         member.worker_id: [place.partition for place in member.partitions if place.topic == job.source]
-        for member in on_cluster(Settings(brokers=(job.bootstrap,)), "bench", ask)
+        for member in group_members(Settings(brokers=(job.bootstrap,)), "bench", job.group)
     }
 
 

@@ -4,9 +4,8 @@
     python -m bench.pairs ../dedup-before --sessions 1 --pairs 4
 
 Each session has its own broker. A checkout's runs are started by its own code, in a process of its own, with this
-environment's packages. One session says little: on a virtual machine, the median of ten or twenty pairs has been
-0.94 and 1.04 for code of the same speed. Both sides read one topic, because with a topic each a whole session favored
-one side.
+environment's packages. One session says little: the medians of sessions of ten or twenty pairs, with nearly the same
+code, have ranged from 0.94 to 1.04. Both sides read the same topic, so that the way its log was written favors neither.
 
 Exit code 0 if every run was exact, 1 if not.
 """

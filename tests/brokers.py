@@ -17,9 +17,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.kafka.client import KafkaWire
-from dedup.kafka.topic_admin import Admin as DedupAdmin
-from dedup.kafka.topic_admin import Group, GroupMember, on_cluster
+from dedup.kafka.topic_admin import GroupMember, group_members
 from dedup.settings import Settings
 from tests.waiting import WITHIN_S, until
 
@@ -138,12 +136,8 @@ class Admin:
 
 
 def members_of(bootstrap: str, group: str) -> list[GroupMember]:
-    """Return the group's members. Not by librdkafka's admin client, which aborts when a request about a group times out."""
-
-    async def ask(wire: KafkaWire, _admin: DedupAdmin) -> list[GroupMember]:
-        return await Group(wire, group).members()
-
-    return on_cluster(Settings(brokers=(bootstrap,)), "tests", ask)
+    """Return the members of the group on the broker at this address."""
+    return group_members(Settings(brokers=(bootstrap,)), "tests", group)
 
 
 def admin_of(bootstrap: str) -> Admin:

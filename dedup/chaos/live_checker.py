@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import KafkaWire
-from dedup.kafka.topic_admin import Admin, Group, GroupMember, on_cluster
+from dedup.kafka.topic_admin import group_members
 from dedup.topology.model import extractor_of
 from dedup.verify.evidence import VERDICT_HEADER, header
 from dedup.verify.kafka_reader import RecordColumns, client_config
@@ -46,10 +45,9 @@ class GroupProgress:
 class Watch:
     """Observes a consumer group on a topic that begins at offset 0, without joining the group.
 
-    `Watch` does not ask librdkafka's admin client about the group, because the client ends the process with SIGSEGV if
-    the coordinator is loading or has moved (librdkafka issue 5040), and with SIGABRT if a request about a group times
-    out (both seen with 2.16.0). `Watch` does not use `KafkaReader`, because in one run a `KafkaReader` received no more
-    responses after the broker restarted.
+    `Watch` reads the group's offsets with a consumer, because librdkafka's admin client can end the process (see
+    `group_members`). `Watch` does not use `KafkaReader`, because in one run a `KafkaReader` received no more responses
+    after the broker restarted.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
@@ -109,11 +107,7 @@ class Watch:
 
         Raises BrokerUnavailable if the broker does not respond.
         """
-
-        async def ask(wire: KafkaWire, _admin: Admin) -> list[GroupMember]:
-            return await Group(wire, self._group).members()
-
-        return frozenset(each.member_id for each in on_cluster(self._settings, "dedup-watch", ask))
+        return frozenset(each.member_id for each in group_members(self._settings, "dedup-watch", self._group))
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:

@@ -324,6 +324,20 @@ class Group:
         )
 
 
+def group_members(settings: Settings, client_id: str, group: str) -> list[GroupMember]:
+    """Connect to the cluster, and return what `Group.members` returns.
+
+    Call this instead of librdkafka's admin client, which ends the process with SIGABRT if a request about a group times
+    out, and with SIGSEGV if the coordinator is loading or has moved (librdkafka issue 5040; both seen with 2.16.0).
+    Raises BrokerUnavailable if no broker responds.
+    """
+
+    async def ask(wire: KafkaWire, _admin: Admin) -> list[GroupMember]:
+        return await Group(wire, group).members()
+
+    return on_cluster(settings, client_id, ask)
+
+
 def _member(member_id: str, client_id: str, host: str, _metadata: bytes, assignment: bytes) -> GroupMember:
     # The broker appends a UUID to the static ID of a static member, and to the client ID of any other member.
     name = _MADE_BY_THE_BROKER.sub("", member_id) or client_id
