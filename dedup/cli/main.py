@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -146,6 +147,8 @@ def main() -> None:
     # kernel drops a SIGTERM to PID 1 if the process has no handler.
     signal.signal(signal.SIGTERM, _terminate)
     quiet_logging()
+    # NumPy's library for linear algebra, which dedup does not use, would start a thread per core and let it spin.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported objects stay in memory, so repeated garbage collections would waste a sixth of a worker's startup time.
     gc.set_threshold(_GC_THRESHOLD)
     try:

@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import platform
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -16,6 +19,25 @@ from dedup.cli.run import RunProgress, VerdictProgress, restore_bar
 from dedup.kafka.outage_lines import quiet_logging
 from dedup.metrics import TaskNumbers
 from tests.terminal import screen
+
+FREES_40_MIB = """
+import ctypes
+from dedup.cli.run import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+
+
+class Mallinfo2(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+libc.mallinfo2.restype = Mallinfo2
+kept = keep_freed_memory()
+libc.free(libc.malloc(40 << 20))
+print(kept, libc.mallinfo2().fordblks >= 40 << 20)
+"""
 
 
 def drawn(numbers):
@@ -106,3 +128,17 @@ def test_a_log_line_is_above_the_progress_line_and_is_not_wrapped(monkeypatch, c
         progress.show("2 tasks", 6.0)
     assert screen(written).partition(" ")[2] == f"WARNING {long}\n2 tasks  3 judged  5/s  unique 3\n"
     assert screen(written + capsys.readouterr().err).partition(" ")[2] == f"WARNING {long}\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's malloc")
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [({}, "True True"), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, "False False")],
+    ids=["by default", "thresholds of the user's"],
+)
+def test_freed_memory_is_kept_for_the_next_batch(environ, kept):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        (sys.executable, "-c", FREES_40_MIB), env={**plain, **environ}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == kept
