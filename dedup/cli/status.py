@@ -86,7 +86,7 @@ class OtherAnswer(NotReached):
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
     """Return what the brokers know about a topology's consumer group, topics, and tasks.
 
-    Partitions without a leader have no numbers, because no broker responds for them.
+    For a partition without a leader, only the committed offset is known, because no broker serves the partition.
     """
     have = await admin.topics(known_names(topology))
     offline = leaderless(have)

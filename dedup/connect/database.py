@@ -127,7 +127,7 @@ class DatabaseConnection(ABC):
             return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
 
     def origin(self, sql: str, column: str) -> tuple[int, int]:  # noqa: ARG002  # only PostgreSQL knows
-        """Return the table (by OID) and the column number that a query's column comes from, or zeros if unknown."""
+        """Return a query column's origin as its table's OID and its number in that table, or (0, 0) if unknown."""
         return 0, 0
 
     @abstractmethod

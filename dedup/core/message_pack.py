@@ -2,7 +2,7 @@
 
 A value is exactly one item, usually a map, with no bytes after it. The steps of a path are text keys of maps and
 indexes of arrays. Items that are not on a path are skipped without recursion and without allocating memory for
-announced lengths, so their depth and length are not limited.
+declared lengths, so their depth and length are not limited.
 
 `columns` decodes values with msgspec, and uses `MessagePackReader.read` for values whose result might differ. If a map
 repeats a name, msgspec keeps only the last member with this name. Therefore, `columns` checks that the bytes of a batch

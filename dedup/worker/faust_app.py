@@ -396,7 +396,7 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Passes new assignments to the `TaskManager`. The tasks' sessions handle all transactions."""
+    """Passes new assignments to the `TaskManager`. The tasks' sessions, not Faust, handle all transactions."""
 
     app: DedupApp
 
