@@ -393,12 +393,15 @@ class FeedBatch:
     """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
     readable_after_ms: int = 0
     """A time before which no reader could have read any of the records, or 0 if no such time is known."""
+    ends_at: int = 0
+    """The offset after the markers and aborted records that follow the last record, or 0 if it is unknown."""
 
     next_offset: int = field(init=False)
-    """The offset after the last record, which is the offset to commit."""
+    """The offset to commit, which is after the last record and after the markers and aborted records that follow it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "next_offset", self.offsets[-1] + 1 if self.offsets else self.follows)
+        after = self.offsets[-1] + 1 if self.offsets else self.follows
+        object.__setattr__(self, "next_offset", max(after, self.ends_at))
 
     @classmethod
     def of(
@@ -410,28 +413,31 @@ class FeedBatch:
         leader_epoch: int = -1,
         life: int = 0,
         readable_after_ms: int = 0,
+        ends_at: int = 0,
     ) -> FeedBatch:
         """Return a batch that consists of fetched columns, which must contain consecutive records of one partition."""
         given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names", "created")}
-        return cls(
-            feeding, follows=follows, leader_epoch=leader_epoch, life=life, readable_after_ms=readable_after_ms, **given
-        )
+        given |= {"leader_epoch": leader_epoch, "life": life, "readable_after_ms": readable_after_ms}
+        return cls(feeding, follows=follows, ends_at=ends_at, **given)
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def first_created(self) -> int | None:
         """Return the offset of the first record whose timestamp the producer wrote (CreateTime), or None."""
+        if not self.offsets:
+            return None
         begin, end = self.offsets[0], self.offsets[-1]
         return next((max(first, begin) for first, last in self.created if first <= end and last >= begin), None)
 
     def below_offset(self, offset: int) -> FeedBatch:
         """Return a batch with only the records before an offset."""
-        return replace(_rows_of(self, slice(sum(1 for own in self.offsets if own < offset))), leader_epoch=NO_EPOCH)
+        rows = slice(sum(1 for own in self.offsets if own < offset))
+        return replace(_rows_of(self, rows), leader_epoch=NO_EPOCH, ends_at=0)
 
     def from_offset(self, offset: int) -> FeedBatch:
         """Return a batch with only the records at or after an offset."""
-        if self.offsets[0] >= offset:
+        if not self.offsets or self.offsets[0] >= offset:
             return self
         return _rows_of(self, slice(sum(1 for own in self.offsets if own < offset), None))
 

@@ -316,7 +316,8 @@ class Consumer(FaustConsumer):
                     f"at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that offset."
                 )
             count = len(answer.columns.offsets)
-            parts = -(-count // BATCH_RECORDS)
+            # A response with only markers and aborted records also moves the position, so it makes an empty batch.
+            parts = -(-count // BATCH_RECORDS) or int(answer.next_offset > answer.begun)
             for part in range(parts):
                 if not self.flow_active:
                     return  # the worker is stopping
@@ -325,7 +326,7 @@ class Consumer(FaustConsumer):
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
                 # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
                 self._read_offset[TP(*feeding)] = None
-                yield TP(*feeding), self._message(answer, columns, generation)
+                yield TP(*feeding), self._message(answer, columns, generation, last=part + 1 == parts)
             # `_passed` is set only after Faust has taken the last batch, because the fetcher's position is ahead of the
             # agents.
             if not answer.reading.over:
@@ -346,7 +347,7 @@ class Consumer(FaustConsumer):
             if not answers:
                 del self._held[tp]
 
-    def _message(self, answer: Answer, columns: Columns, generation: int) -> ConsumerMessage:
+    def _message(self, answer: Answer, columns: Columns, generation: int, *, last: bool) -> ConsumerMessage:
         feeding = answer.source
         tp = TP(*feeding)
         batch = FeedBatch.of(
@@ -356,11 +357,12 @@ class Consumer(FaustConsumer):
             leader_epoch=answer.leader_epoch,
             life=answer.reading.life,
             readable_after_ms=answer.readable_after_ms,
+            ends_at=answer.next_offset if last else 0,
         )
         self._delivered[tp] = batch.next_offset
-        last_s = batch.timestamps_ms[-1] / 1000
+        last_s = batch.timestamps_ms[-1] / 1000 if batch else 0.0
         value: Any = batch  # Faust passes the value through unchanged
-        fields = (*tp, batch.offsets[-1], last_s, 0, None, None, value, None, 0, 0, tp)
+        fields = (*tp, batch.next_offset - 1, last_s, 0, None, None, value, None, 0, 0, tp)
         return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:

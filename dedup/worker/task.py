@@ -263,7 +263,9 @@ class Task:
         """The part of the task that depends on its kind."""
         self._refusals = Refusals()
         self.next_offset = 0
-        """The feeding offset that follows the last judged record."""
+        """The feeding offset to commit, which follows the last judged record and the markers after it."""
+        self.judged_to = 0
+        """The feeding offset that follows the last judged record itself."""
         self._leader_epoch = -1
         """The leader epoch of the record before the next offset, or -1 if it is unknown."""
         self._committed: int | None = None
@@ -343,7 +345,7 @@ class Task:
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
         own = found is not None and bool(found.note) and found.note == self._committing.note
-        self.next_offset = self._expected = await self.work.restore(committed, own=own)
+        self.next_offset = self._expected = self.judged_to = await self.work.restore(committed, own=own)
         if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
@@ -388,6 +390,11 @@ class Task:
             if known:
                 with self.noting_damage():
                     self._judge(known)
+            elif known.next_offset > self.next_offset:
+                # The batch has only markers and aborted records. If retention deleted them before the next commit, the
+                # next owner would find that the log begins after the committed offset, as if records had been lost.
+                self.next_offset, self._leader_epoch = known.next_offset, known.leader_epoch
+                self._soil()
             if self._ending is not None and self.all_committed:
                 raise self._ending
             if self._transaction.sendable.is_set():
@@ -415,22 +422,18 @@ class Task:
             raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
-        if batch.offsets[0] >= self.next_offset:
-            return batch
         # The group's offset may be stale, expired, or deleted, but the task record says which records were already
         # judged.
-        if batch.offsets[-1] < self.next_offset:
-            self.numbers.replayed += len(batch)
-            return None
         fresh = batch.from_offset(self.next_offset)
         self.numbers.replayed += len(batch) - len(fresh)
-        return fresh
+        return fresh if fresh.next_offset > self.next_offset else None
 
     def _judge(self, batch: FeedBatch) -> None:
         self._held.append(batch)
         self._waiting.append(self.work.judge(batch, self._refusals))
         self._waiting_records += len(batch.offsets)
         self.next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
+        self.judged_to = batch.offsets[-1] + 1
         self._soil()
 
     def say_idle(self) -> bool:
@@ -517,11 +520,13 @@ class Task:
         unfinished, idle = self._in_flight or self.dirty, self._idle_said or self._idle_in_flight
         self._in_flight = self._idle_in_flight = False
         held, self._held = self._held, []
+        judged_to = self.next_offset, self._leader_epoch
         if held:
             self.next_offset = held[0].offsets[0]
         with self.noting_damage():
             for batch in held:
                 self._judge(batch)
+        self.next_offset, self._leader_epoch = judged_to  # markers may follow the last record
         if idle:
             self._mark_idle()
         if unfinished:

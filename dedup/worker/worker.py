@@ -111,7 +111,7 @@ def kept_worker_id(settings: Settings) -> str:
 class _Quiet:
     task: Task
     since_ms: int
-    next_offset: int
+    judged_to: int
     said: bool = False
 
 
@@ -139,8 +139,8 @@ class IdleFeeds:
             if task.task_id.sub_topology != "repartition":
                 continue
             quiet = self.quiet.get(feeding)
-            if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
-                quiet = self.quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+            if quiet is None or quiet.task is not task or quiet.judged_to != task.judged_to:
+                quiet = self.quiet[feeding] = _Quiet(task, now_ms, task.judged_to)
             if quiet.said:
                 continue  # the feed is already marked as idle
             if task.state is not TaskState.RUNNING or not self.caught_up(feeding, task):

@@ -132,6 +132,22 @@ def test_f52_an_input_that_ends_with_an_aborted_transaction_is_done(job: Job) ->
     job.judge()
 
 
+@pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
+def test_the_end_of_a_transaction_may_be_deleted_once_all_is_judged(job: Job, *, commit: bool) -> None:
+    """Was: the offset before the markers was committed, so a quiet partition whose log retention had emptied was refused."""
+    topic = job.topology.source.topics[0]
+    job.send(workload(41, 200), transactional_id=f"{job.name}-x")
+    job.send(workload(42, 200), transactional_id=f"{job.name}-x", commit=commit)
+    worker, end = job.start(), job.admin.end_offsets(topic)
+    until(lambda: job.committed() == end, lambda: f"all up to {end} is committed: {job.committed()}\n{worker.log}")
+    assert worker.stop() == 0, worker.log
+    job.admin.delete_below(topic, end)
+    job.send(workload(43, 200))
+    job.finish()
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+
+
 def test_a_batch_without_a_new_sighting_then_a_crash(make_job: MakeJob) -> None:
     """The duplicate moves stream time: after the crash an older record must still be late, not unique."""
     job = make_job(partitions=1, document={"guard_period": "10s"}, config={"commit_interval": "10ms"})

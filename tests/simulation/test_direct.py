@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from dedup.worker.task import Task
 from dedup.worker.task_group import TaskGroup
 from tests.simulation.cluster import Cluster, Record, fetched
 from tests.simulation.direct import IN, DirectWire, KeptStore, batch, group, task
-from tests.simulation.scenario import CHANGELOG
+from tests.simulation.scenario import CHANGELOG, GROUP
 from tests.simulation.variants import AppliedAfterClose, RestoredAcrossEpochs
 
 
@@ -349,3 +350,26 @@ async def test_a_store_that_is_newer_than_a_deposed_leader_is_no_reason_to_reset
             await owner.start()
     else:
         assert await owner.start() == 2
+
+
+async def test_an_offset_is_committed_behind_the_markers_and_aborted_records_that_end_a_log():
+    """Was: before them. Retention deleted them from a quiet partition, and the next owner refused what it took for a gap."""
+    cluster = Cluster(refuses=lambda target, record: record.key == b"big" and target == "out")
+    wire = DirectWire(cluster)
+    owner = task(wire)
+    await owner.start()
+
+    async def committed_after(fed) -> int:
+        await owner.process(fed)
+        await owner.commit()
+        return (await wire.committed_offset(GROUP, IN, stable=True)).offset
+
+    assert await committed_after(replace(batch([(b"a", 1)], 0), ends_at=2)) == 2
+    assert await committed_after(replace(batch([], 2), ends_at=5)) == 5, "only aborted records and their marker"
+    await owner.process(replace(batch([(b"big", 2)], 5), ends_at=7))
+    assert await committed_after(replace(batch([], 7), ends_at=9)) == 9, "a refused record is judged again"
+    assert (owner.task.position.offset, owner.task.judged_to) == (9, 6)
+    # An offset that was set back: the record is known, and so is what follows it.
+    owner.task._expected = 5
+    assert await committed_after(replace(batch([(b"big", 2)], 5), ends_at=7)) == 9
+    assert owner.task.numbers.replayed == 1

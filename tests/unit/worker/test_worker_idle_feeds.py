@@ -17,7 +17,7 @@ FEED = TopicPartition("a", 0)
 class Task:
     kind: str = "repartition"
     state: TaskState = TaskState.RUNNING
-    next_offset: int = 0
+    judged_to: int = 0
     caught_up: bool = True
     busy: bool = False
     said_at: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ def test_lag_starts_the_silence_anew(feeds):
 def test_a_record_starts_it_anew_also_after_it_was_said(feeds):
     task = Task()
     look(feeds, task, 0, 1_000)
-    task.next_offset = 5
+    task.judged_to = 5
     assert look(feeds, task, 1_500, 2_400) == [1_000]
     assert look(feeds, task, 2_500) == [1_000, 2_500]
 
