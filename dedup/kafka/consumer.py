@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -244,7 +244,8 @@ class FeedFetcher:
         self.life = 0
         """A number that changes with every `forget`, so that responses to earlier requests are discarded."""
         self._lives = 0
-        self._turn = 0
+        self._turns: Final[Counter[int]] = Counter()
+        """The number of fetch requests sent to each broker, by node ID."""
 
     def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
         """Start reading a partition at an offset, and return a number that no other call returns.
@@ -320,12 +321,14 @@ class FeedFetcher:
             self._look_beside()
         if life != self.life:
             return  # the assignment ended while leaders were looked up
-        self._turn += 1
         for node, led in by_leader.items():
-            # A broker fills a response in the order of the request, so the partitions take turns being first.
-            first = self._turn % len(led)
-            sources = [source for source in led[first:] + led[:first] if source in self._readings]
+            sources = [source for source in led if source in self._readings]
             if node not in self._flights and sources:
+                # A broker fills a response in the order of the request, and sends a batch that is larger than
+                # `_PARTITION_BYTES` only as the first one of a response, so the partitions take turns being first.
+                first = self._turns[node] % len(sources)
+                self._turns[node] += 1
+                sources = sources[first:] + sources[:first]
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:

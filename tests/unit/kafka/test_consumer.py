@@ -260,3 +260,23 @@ async def test_records_are_readable_after_the_last_request_that_found_nothing_mo
         found += [(answer.columns.offsets, answer.readable_after_ms) for answer in await fetcher.poll([OLD])]
     assert found == [([0], 0), ([1], 0), ([2], 10)]
     fetcher.forget()
+
+
+class Flowing(Answering):
+    """A cluster of one node, whose answer about the partition that a request names first has no end."""
+
+    async def fetch_partitions(self, _node, wanted, **_options):
+        self.asked.append(wanted[0].partition)
+        return 0, [part(batch_at(wanted[0].position))._replace(partition=wanted[0].partition)]
+
+
+async def test_every_partition_has_its_turn_to_be_the_first_of_a_request():
+    """Was: half of them had none. A batch of more than 1 MiB comes only first, or if all partitions before it are empty."""
+    wire = Flowing()
+    fetcher = fetcher_of(wire)
+    fetcher.begin(OLD, 0)
+    fetcher.begin(NEW, 0)
+    for _ in range(6):
+        await fetcher.poll([OLD, NEW])
+    assert wire.asked[:6] == [0, 1] * 3
+    fetcher.forget()
