@@ -522,7 +522,10 @@ class KafkaWire:
         return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Return the node ID of a coordinator. Retries until the request timeout, and then raises NoAnswer."""
+        """Return the node ID of a coordinator. Retries until the request timeout, and then raises NoAnswer.
+
+        Raises BrokerUnavailable if the principal may not describe the group or the transactional ID.
+        """
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
@@ -532,6 +535,14 @@ class KafkaWire:
                 node = int(await self._client.coordinator_lookup(kind, key))
                 if self._client.cluster.broker_metadata(node) is None:
                     await self._client.force_metadata_update()
+            except (
+                kafka_errors.GroupAuthorizationFailedError,
+                kafka_errors.TransactionalIdAuthorizationFailed,
+            ) as error:
+                raise BrokerUnavailable(
+                    f"the brokers do not say who coordinates {key!r}: {type(error).__name__}. Grant the worker's "
+                    "principal what `dedup apply --acls` lists."
+                ) from error
             except kafka_errors.KafkaError as error:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise NoAnswer(f"no coordinator for {key}: {error!r}") from error

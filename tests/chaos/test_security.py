@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AclBinding
+from confluent_kafka.admin import AclBinding, ResourceType  # type: ignore[attr-defined]  # exported, undeclared
 
 from dedup.errors import BrokerUnavailable
 from dedup.settings import load_settings
@@ -161,6 +161,18 @@ def refused(job: Job, address: str, how: dict[str, Any], *, secret: str = PASSWO
     assert secret not in worker.log
     assert job.written() == before
     return worker
+
+
+@pytest.mark.parametrize("which", ["transactional-id", "group"])
+def test_a_worker_that_may_not_look_up_a_coordinator_says_so(make_job: MakeJob, secured: Secured, which: str) -> None:
+    """Was: without rights to its transactional IDs, it looked for their coordinator for ever."""
+    job = make_job(name=f"no-{which}")
+    kind = {"transactional-id": ResourceType.TRANSACTIONAL_ID, "group": ResourceType.GROUP}[which]
+    for each in allowed(job, f"User:{USER}"):
+        if each.restype == kind:
+            withdraw(job.admin.client, each)
+    worker = refused(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
+    assert "the brokers do not say who coordinates" in worker.log, worker.log
 
 
 SENTENCES: dict[str, tuple[Callable[[Secured], tuple[str, dict[str, Any]]], str]] = {

@@ -4,6 +4,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+from aiokafka import errors as kafka_errors
+from aiokafka.client import CoordinationType
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -60,3 +62,24 @@ async def test_a_topic_that_no_response_has_was_deleted(monkeypatch, pinned):
     await asked(399)
     with pytest.raises(StateIncompatible if pinned else NoAnswer, match="was deleted" if pinned else "no leader"):
         await wire.leader(PLACE)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (kafka_errors.GroupAuthorizationFailedError, BrokerUnavailable),
+        (kafka_errors.TransactionalIdAuthorizationFailed, BrokerUnavailable),
+        (kafka_errors.GroupCoordinatorNotAvailableError, NoAnswer),
+    ],
+)
+async def test_a_coordinator_that_may_not_be_looked_up_is_no_outage(error, expected):
+    """Was: a worker without rights to its transactional IDs looked for their coordinator for ever."""
+
+    async def coordinator_lookup(*_):
+        raise error
+
+    wire = KafkaWire.__new__(KafkaWire)
+    wire._client = SimpleNamespace(coordinator_lookup=coordinator_lookup)
+    wire.connection, wire._coordinators = SimpleNamespace(request_timeout_ms=0), {}
+    with pytest.raises(expected, match=r"t\.dedup\.0"):
+        await wire._coordinator(CoordinationType.TRANSACTION, "t.dedup.0")
