@@ -165,6 +165,16 @@ class DescribeGroupRightsRequest_v3(OneVersion, DescribeGroupsRequest_v3):
     RESPONSE_TYPE = DescribeGroupsResponse_v3  # aiokafka's own class names v2
 
 
+class HeartbeatRequest_v3(OneVersion, RequestStruct):
+    """Keeps a static member in its group, or tells it that another process has joined with its ID (KIP-345)."""
+
+    API_KEY, API_VERSION = 12, 3
+    SCHEMA = Schema(
+        ("group", _PLAIN_TEXT), ("generation_id", Int32), ("member_id", _PLAIN_TEXT), ("group_instance_id", _PLAIN_TEXT)
+    )
+    ANSWER = Schema(("throttle_time_ms", Int32), ("error_code", Int16))
+
+
 class MetadataRequest_v10(OneVersion, RequestStruct):
     """Requests topic metadata, including the IDs (KIP-516) that distinguish a recreated topic from its predecessor."""
 

@@ -34,10 +34,11 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
-from dedup.kafka.client import KafkaWire
+from dedup.kafka.client import KafkaWire, sendable
 from dedup.kafka.connection import back_off
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
+from dedup.kafka.requests import HeartbeatRequest_v3
 from dedup.kafka.schema_registry import SchemaResolver
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
 from dedup.metrics import DeadLetterAlert
@@ -63,6 +64,8 @@ _HEARTBEATS: Final = 5
 _MOST_HEARTBEAT_MS: Final = 200
 _REBALANCE_IN_PROGRESS: Final = 27
 """The error code of a heartbeat during a rebalance; the member still owns its partitions until it rejoins."""
+_FENCED_INSTANCE: Final = 82
+"""The error code for a static member that another process has replaced."""
 _NOT_READ: Final = -1
 """The value that `begin` returns if the partition is not assigned to this worker, so that nothing is read."""
 
@@ -176,6 +179,8 @@ class Consumer(FaustConsumer):
         """Maps each partition whose records wait for a schema to the fetch responses that are held back."""
         self._passed: dict[TP, int] = {}
         """Maps each partition to the offset below which every committed record has been delivered."""
+        self._replaced = False
+        """True if another process has joined the group with this worker's ID."""
 
     async def on_start(self) -> None:
         """Start the client without joining the group. The worker joins when Faust subscribes, after Faust's agents have
@@ -196,10 +201,30 @@ class Consumer(FaustConsumer):
         )
         back_off(self.client._client)  # noqa: SLF001  # aiokafka's consumer creates its own client
         await self.client.start()
+        self._name_heartbeats()
         # By default, the client loops over all partitions five times a second.
         self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this
         gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
+
+    def _name_heartbeats(self) -> None:
+        """Send the worker's ID in each heartbeat, so that the broker says when another process has taken its place.
+
+        aiokafka's own heartbeats do not name the ID. The broker would then say that it does not know the member, the
+        client would join again, and two processes with one ID would replace each other, without progress, many times.
+        """
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
+        send = coordinator._send_req  # noqa: SLF001
+
+        async def named(request: Any) -> Any:
+            if isinstance(request, HeartbeatRequest):
+                member = coordinator.group_id, coordinator.generation, coordinator.member_id
+                request = sendable(HeartbeatRequest_v3(*member, self.app.settings.worker_id))
+            answer = await send(request)
+            self._replaced = self._replaced or getattr(answer, "error_code", 0) == _FENCED_INSTANCE
+            return answer
+
+        coordinator._send_req = named  # noqa: SLF001
 
     async def on_stop(self) -> None:
         """Leave the consumer group after all tasks have been closed."""
@@ -275,6 +300,12 @@ class Consumer(FaustConsumer):
 
     def lost_membership(self) -> DedupError | None:
         """Return an error if this worker has permanently lost its group membership, or None."""
+        if self._replaced:
+            return BrokerUnavailable(
+                f"another process has joined the group {self.app.conf.id!r} with this worker's ID "
+                f"({self.app.settings.worker_id}) and has taken its place. Give each worker its own `worker_id` and "
+                "`state_dir`."
+            )
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports a lost membership only in getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)

@@ -89,3 +89,18 @@ def test_repartition_tasks_that_stay_are_never_started_again(make_job: MakeJob) 
     assert kept
     assert {number: repartitioned[str(number)] for number in kept} == dict.fromkeys(kept, 1), stays.log
     job.judge()
+
+
+def test_a_worker_whose_id_another_process_takes_ends(make_job: MakeJob) -> None:
+    """Was: both joined again and again, each in the place of the other, and neither kept its tasks."""
+    job = make_job(config={"commit_interval": "20ms"})
+    with Watch(job), job.stream(workload(71, 60_000), per_s=1_000):
+        first = job.start("first")
+        job.until_progress(500)
+        second = job.start("second", settings=["worker_id=first"])
+        assert first.wait() == 5, job.logs()
+        assert "another process has joined the group" in first.log
+        job.until_progress(1_000)
+        assert second.stop() == 0, second.log
+    job.finish("second")
+    job.judge()

@@ -14,6 +14,7 @@ import pytest
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
 from aiokafka.errors import GroupAuthorizationFailedError
+from aiokafka.protocol.group import HeartbeatRequest
 from faust.types import TP
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted, TaskMigrated
@@ -450,7 +451,8 @@ async def test_a_produce_connection_that_gives_no_answer_is_closed() -> None:
 def member(routine: Any, *, pending: BaseException | None = None, closed: bool = False) -> Any:
     coordinator = SimpleNamespace(_coordination_task=routine, _pending_exception=pending)
     client = SimpleNamespace(_coordinator=coordinator, _closed=closed)
-    return SimpleNamespace(client=client, app=SimpleNamespace(conf=SimpleNamespace(id="orders")))
+    app = SimpleNamespace(conf=SimpleNamespace(id="orders"), settings=SimpleNamespace(worker_id="orders-1"))
+    return SimpleNamespace(client=client, app=app, _replaced=False)
 
 
 async def test_a_membership_that_has_died_is_told() -> None:
@@ -465,6 +467,27 @@ async def test_a_membership_that_has_died_is_told() -> None:
         assert isinstance(found, BrokerUnavailable)
         assert "no longer a member of the group 'orders'" in str(found)
     forever.cancel()
+
+
+async def test_a_worker_whose_id_another_process_has_taken_ends() -> None:
+    """Was: both joined again and again, each in the place of the other, and neither kept its tasks."""
+    sent: list[Any] = []
+    codes = iter([0, 25, 82])
+
+    async def send(request: Any) -> Any:
+        sent.append(request)
+        return SimpleNamespace(error_code=next(codes))
+
+    replaced = member(None)
+    coordinator = replaced.client._coordinator
+    coordinator.group_id, coordinator.generation, coordinator.member_id, coordinator._send_req = "orders", 3, "m", send
+    Consumer._name_heartbeats(replaced)
+    for _ in range(2):
+        await coordinator._send_req(HeartbeatRequest("orders", 3, "m"))
+        assert Consumer.lost_membership(replaced) is None
+    await coordinator._send_req(HeartbeatRequest("orders", 3, "m"))
+    assert "with this worker's ID (orders-1)" in str(Consumer.lost_membership(replaced))
+    assert [each.prepare({12: (0, 4)}).group_instance_id for each in sent] == ["orders-1"] * 3
 
 
 async def test_a_poll_tells_the_worker_that_the_membership_has_died_and_raises_nothing() -> None:
