@@ -423,6 +423,10 @@ class FeedBatch:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def size_bytes(self) -> int:
+        """Return the total length of all keys and values, in bytes."""
+        return sum(sum(map(len, filter(None, column))) for column in (self.keys, self.values))
+
     def first_created(self) -> int | None:
         """Return the offset of the first record whose timestamp the producer wrote (CreateTime), or None."""
         if not self.offsets:

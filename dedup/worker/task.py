@@ -48,8 +48,10 @@ follower can hide records for `replica.lag.time.max.ms`, 30 s.
 """
 _MOST_WAITING: Final = 16_000
 """The number of records that a task may judge during a commit before it waits for the commit to end."""
+_MOST_WAITING_BYTES: Final = 64 << 20
+"""The size of the records that a task may judge during a commit before it waits for the commit to end."""
 _LONG_COMMIT_MS: Final = 1_000
-"""The time for which a task with `_MOST_WAITING` records waits for a commit, and holds up the worker's other tasks."""
+"""The time for which a task with enough waiting records waits for a commit, and holds up the worker's other tasks."""
 
 
 class TaskState(enum.Enum):
@@ -277,6 +279,7 @@ class Task:
         self._waiting: list[list[RecordBatch]] = []
         """The record batches that wait to be sent, in one list per batch that was judged during a commit."""
         self._waiting_records = 0
+        self._waiting_bytes = 0
         self.full = False
         """True during a long commit if no more records should be fetched, because enough records wait for its end."""
         self._in_flight = False
@@ -370,7 +373,8 @@ class Task:
         await self._transaction.open_for_batches.wait()
         if fresh is not None and self.state is TaskState.RUNNING:
             self._take(fresh)
-            if self._waiting_records >= _MOST_WAITING and not self.full:
+            enough = self._waiting_records >= _MOST_WAITING or self._waiting_bytes >= _MOST_WAITING_BYTES
+            if enough and not self.full:
                 self.full = not await self._commit_ends()
 
     async def _commit_ends(self) -> bool:
@@ -432,6 +436,8 @@ class Task:
         self._held.append(batch)
         self._waiting.append(self.work.judge(batch, self._refusals))
         self._waiting_records += len(batch.offsets)
+        if not self._transaction.sendable.is_set():
+            self._waiting_bytes += batch.size_bytes()
         self.next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
         self.judged_to = batch.offsets[-1] + 1
         self._soil()
@@ -455,7 +461,7 @@ class Task:
         for batches in self._waiting:
             self._transaction.send(batches, self.feeding)
         self._waiting.clear()
-        self._waiting_records = 0
+        self._waiting_records = self._waiting_bytes = 0
         self.full = False
 
     def capture(self) -> Captured:
@@ -515,7 +521,7 @@ class Task:
         self.numbers.aborted += self._in_flight or self.dirty
         self.work.discard()
         self._waiting.clear()
-        self._waiting_records = 0
+        self._waiting_records = self._waiting_bytes = 0
         # The aborted transaction may have contained nothing but an offset or idle markers.
         unfinished, idle = self._in_flight or self.dirty, self._idle_said or self._idle_in_flight
         self._in_flight = self._idle_in_flight = False

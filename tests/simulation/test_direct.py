@@ -152,6 +152,25 @@ async def test_a_task_that_holds_enough_records_does_not_wait_for_a_long_commit(
     assert [record.key for record in out.committed(0, out.end)] == [b"first", *(key for key, _ in many), b"last"]
 
 
+async def test_a_task_that_holds_enough_bytes_takes_no_more_either(monkeypatch):
+    """Was: only records counted, so 16,000 of 100 kB each took more than 1.6 GB in each task while a broker was frozen."""
+    monkeypatch.setattr("dedup.worker.task._MOST_WAITING_BYTES", 100 * len(b"0value"))
+    wire = HeldEnd(Cluster())
+    one = task(wire)
+    await one.start()
+    await one.process(batch([(b"0", 1)] * 500, 0))
+    assert one.task._waiting_bytes == 0, "what is sent at once does not wait"
+    commit = asyncio.create_task(one.commit())
+    await wire.asked.wait()
+    await one.process(batch([(b"0", 1)] * 99, 500))
+    assert not one.task.full
+    await one.process(batch([(b"0", 1)], 599))
+    assert one.task.full
+    wire.answer.set()
+    await commit
+    assert not one.task.full
+
+
 async def test_a_task_that_was_closed_during_its_commit_does_not_end_the_transaction():
     """Was: closing forgot the answers that were still to come, and the commit took the rest for complete."""
     cluster = Cluster(refuses=lambda target, record: record.key == b"big" and target == "out")
