@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from typing import Final, Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from dedup.spark.columnar_fold import (
     SortedRows,
     judge_sorted,
 )
-from dedup.spark.columns import COORDINATES, IDENTIFIED, Batches, content_digests, integers_of, topics_of
+from dedup.spark.columns import COORDINATES, IDENTIFIED, RECORDS, Batches, content_digests, integers_of, topics_of
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -285,7 +286,9 @@ class Reducer:
         return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return ``order``, with rows that have the same ID and event time sorted by content digest."""
+        """Return ``order``, with rows that have the same ID and event time sorted by content digest, and rows with the
+        same content by the columns of their paths, so that the order never depends on the order of arrival.
+        """
         times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
@@ -293,14 +296,16 @@ class Reducer:
         runs = np.cumsum(np.append(True, ~same))
         places = np.flatnonzero(np.append(False, same) | np.append(same, False))
         digests = self._digests(open_rows[order[places]])
-        by_digest = np.lexsort([digests[:, 1], digests[:, 0], runs[places]])
+        by_digest = np.lexsort([digests[:, 2], digests[:, 1], digests[:, 0], runs[places]])
         result = order.copy()
         result[places] = order[places[by_digest]]
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digest of each wanted row as two numbers, keeping only one batch of content in memory."""
-        found = np.empty((len(wanted), 2), np.uint64)
+        """Return the content digest of each wanted row as two numbers, and the digest of the columns of its path,
+        keeping only one batch of content in memory.
+        """
+        found = np.empty((len(wanted), 3), np.uint64)
         ascending = np.argsort(wanted)
         begin = 0
         for records in self._received.rows():
@@ -308,9 +313,19 @@ class Reducer:
             first, last = np.searchsorted(wanted, [begin, end], sorter=ascending)
             if first < last:
                 here = ascending[first:last]
-                found[here] = content_digests(records.take(pa.array(wanted[here] - begin)))
+                tied = records.take(pa.array(wanted[here] - begin))
+                found[here] = np.column_stack([content_digests(tied), self._path_digests(tied)])
             begin = end
         return found
+
+    def _path_digests(self, records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
+        names = [name for name in self._plan.names if name not in RECORDS.names]
+        columns = [records.column(name) for name in names]
+        # The columns of a DataFrame are in a struct.
+        texts = [map(repr, each.to_pylist()) for each in columns if not pa.types.is_nested(each.type)]
+        rows = zip(*texts, strict=True) if texts else [()] * records.num_rows
+        digests = b"".join(blake2b("\n".join(row).encode(), digest_size=8).digest() for row in rows)
+        return np.frombuffer(digests, ">u8").astype(np.uint64)
 
     def _sorted_rows(self, rows: pa.Table, groups: Integers, stream_ms: Integers, order: Integers) -> SortedRows:
         placed = self._plan.mode != "event_time"

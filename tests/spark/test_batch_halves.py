@@ -68,7 +68,7 @@ def by_halves(
     found = []
     for target in READERS:
         mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in packed]
-        found += list(reduce_rows(ReducePlan(topology, mode, RECORDS.names), iter(mine)))
+        found += list(reduce_rows(ReducePlan(topology, mode, table.schema.names), iter(mine)))
     return pa.Table.from_batches(found)
 
 
@@ -197,6 +197,20 @@ def test_without_coordinates_equal_times_are_ordered_by_content_whatever_came_fi
         unique = [row for row in found if row["verdict"] == "unique"]
         assert sorted(row["value"] for row in unique) == sorted({value for _, value, _ in made})
         firsts.add(repr(sorted(map(repr, unique))))
+    assert len(firsts) == 1
+
+
+def test_without_coordinates_equal_records_are_ordered_by_the_columns_of_their_paths():
+    """A record that was archived around midnight is in the directories of two days."""
+    firsts = set()
+    for seed in range(6):
+        days = random.Random(seed).sample(["2026-01-31", "2026-02-01", None], 3)
+        record = (b"k", b'{"id":1}', [], 5, None, None, None)
+        columns = [pa.array([each] * 3, kind) for each, kind in zip(record, KINDS, strict=True)]
+        table = pa.table([*columns, pa.array(days)], names=[*RECORDS.names, "day"])
+        found = by_halves(table, topology_of({}), [2], rows=3, seed=seed, mode="event_time").to_pylist()
+        assert sorted(row["verdict"] for row in found) == ["duplicate", "duplicate", "unique"]
+        firsts |= {row["day"] for row in found if row["verdict"] == "unique"}
     assert len(firsts) == 1
 
 
