@@ -123,23 +123,38 @@ class PostgresConnection(DatabaseConnection):
             yield
         except AWAY as error:
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
-        except psycopg.OperationalError as error:
-            # An error of class 28 or 3D means that the password or the database is wrong, so waiting does not help.
-            if (error.sqlstate or "")[:2] in {"28", "3D"}:
-                raise StateIncompatible(f"{self._shown}: PostgreSQL denies access: {_message(error)}.") from error
-            raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
-        except psycopg.IntegrityError as error:
-            raise RowsRefused(_CODES.get(type(error), "constraint"), f"PostgreSQL: {_message(error)}") from error
-        except pg.RaiseException as error:
-            # The text of a trigger may contain values of the row.
-            raise RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") from error
+        except psycopg.Error as error:
+            raise _refusal(error) or self._failure(error) from error
         except UnicodeEncodeError as error:
             raise RowsRefused("wrong_type", "PostgreSQL cannot store half a surrogate pair") from error
-        except psycopg.DataError as error:
-            raise RowsRefused("wrong_type", f"PostgreSQL rejects this value: {type(error).__name__}") from error
-        except psycopg.Error as error:
-            text = f"{self._shown}: PostgreSQL says: {_message(error)}. Nothing was changed."
-            raise StateIncompatible(text) from error
+
+    def _failure(self, error: psycopg.Error) -> DatabaseAway | StateIncompatible:
+        text = f"{self._shown}: PostgreSQL says: {_message(error)}. Nothing was changed."
+        if not isinstance(error, psycopg.OperationalError):
+            return StateIncompatible(text)
+        # An error of class 28 or 3D means that the password or the database is wrong, so waiting does not help.
+        if (error.sqlstate or "")[:2] in {"28", "3D"}:
+            return StateIncompatible(f"{self._shown}: PostgreSQL denies access: {_message(error)}.")
+        return DatabaseAway(f"{self._shown}: {_message(error)}")
+
+
+def _refusal(error: psycopg.Error) -> RowsRefused | None:
+    """Return what to raise if the values of a row cause the error whenever they are written, or else None."""
+    text = f"PostgreSQL: {_message(error)}"
+    match error:
+        case pg.ProgramLimitExceeded() | pg.StatementTooComplex():
+            # An index has no room for the value, for example. psycopg counts this among the faults of a server.
+            return RowsRefused("too_large", text)
+        case psycopg.IntegrityError():
+            return RowsRefused(_CODES.get(type(error), "constraint"), text)
+        case psycopg.DataError():
+            return RowsRefused("wrong_type", f"PostgreSQL rejects this value: {type(error).__name__}")
+        case pg.RaiseException() | pg.AssertFailure() | pg.NoDataFound() | pg.TooManyRows() | pg.PlpgsqlError():
+            raised = True
+        case _:
+            raised = type(error) is psycopg.DatabaseError and error.sqlstate is not None  # a code of the author's own
+    # The text of a trigger may contain values of the row.
+    return RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") if raised else None
 
 
 def _message(error: psycopg.Error) -> str:

@@ -15,8 +15,9 @@ from confluent_kafka import Producer
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.connect.database import DatabaseAway, RowsRefused, shown
+from dedup.connect.database import DatabaseAway, RowsRefused, Table, make_staging, shown, transaction
 from dedup.connect.postgres import PostgresConnection
+from dedup.connect.upsert import write_rows
 from dedup.errors import StateIncompatible, TaskMigrated
 from tests.connect.stage import made, postgres_rows, sqlite_rows
 from tests.waiting import until
@@ -221,6 +222,39 @@ async def test_a_deferred_key_a_trigger_and_the_encoding_reject_rows_one_by_one(
     assert sorted(reasons) == ["constraint", "unique_violation", "wrong_type", "wrong_type"]
     assert not any("secret" in letter["dedup-detail"] for letter in letters)
     assert postgres_rows(url, "SELECT id, t FROM rows ORDER BY id") == [("e1", "a"), ("e6", "\u00e9")]
+
+
+@pytest.mark.parametrize(
+    ("made", "text", "code"),
+    [
+        ("CREATE INDEX ON rows (t)", "".join(random.Random(1).choices("abcdefghijklmnop", k=20_000)), "too_large"),
+        (
+            "ALTER TABLE rows ADD v tsvector GENERATED ALWAYS AS (to_tsvector('simple', t)) STORED",
+            " ".join(f"word{number}" for number in range(200_000)),
+            "too_large",
+        ),
+        ("RAISE EXCEPTION 'secret' USING ERRCODE = 'MY001'", "bad", "constraint"),
+        ("RAISE no_data_found", "bad", "constraint"),
+        ("ASSERT false, 'secret'", "bad", "constraint"),
+    ],
+    ids=["an index", "a text search vector", "a code of their own", "no data", "an assertion"],
+)
+def test_what_an_index_or_a_trigger_can_not_take_is_refused(postgres, made, text, code):
+    """Was: taken for a database that is away, so the sink tried again for ever; or the sink stopped at each start."""
+    table = Table("rows", (("id", "BYTEA"), ("event_time_ms", "BIGINT"), ("t", "TEXT")), ("id",), append=False)
+    with contextlib.closing(PostgresConnection(postgres)) as connection:
+        connection.execute("CREATE TABLE rows (id BYTEA PRIMARY KEY, event_time_ms BIGINT, t TEXT)")
+        if not made.startswith(("CREATE", "ALTER")):
+            body = f"BEGIN IF NEW.t = 'bad' THEN {made}; END IF; RETURN NEW; END"
+            connection.execute(f"CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $${body}$$")
+            made = "CREATE TRIGGER no BEFORE INSERT ON rows FOR EACH ROW EXECUTE FUNCTION no()"
+        connection.execute(made)
+        make_staging(connection, table)
+        with transaction(connection):
+            written = write_rows(connection, table, [(b"a", 1, "a"), (b"b", 1, text), (b"c", 1, "c")])
+        assert {row: why.code for row, why in written.refused.items()} == {1: code}
+        assert "secret" not in written.refused[1].detail
+        assert connection.query("SELECT t FROM rows ORDER BY t") == [("a",), ("c",)]
 
 
 def test_a_transaction_that_an_error_has_aborted_is_not_taken_for_committed(postgres):
