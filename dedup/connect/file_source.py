@@ -14,6 +14,7 @@ import math
 import os
 import re
 import stat
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from dedup.topology.schema import CsvType, FilesSource
 
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
+_SCAN_AGAIN_S: Final = 5.0
+"""How long files that always have more lines may put off looking for new files."""
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]
@@ -103,6 +106,7 @@ class Files:
         """Maps the part of a deleted or renamed file to the file, which stays open until its end is committed."""
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
+        self._scanned_s = -math.inf
         self._renamed: list[_FilePosition] = []
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._listed: Mapping[int, Sequence[Path]] = {}
@@ -134,9 +138,11 @@ class Files:
 
     def poll(self) -> SourceRecords | None:
         """Return records from one file, or None if no file has new lines. The next call begins with another file."""
-        if not self._turn:
+        if not self._turn or time.monotonic() - self._scanned_s > _SCAN_AGAIN_S:
             self._scan()
-            self._turn = list(self._open)
+            in_turn = set(self._turn)
+            self._turn += [inode for inode in self._open if inode not in in_turn]
+            self._scanned_s = time.monotonic()
         if self._renamed:
             return _without_records(self._renamed.pop())
         while self._turn:

@@ -7,9 +7,11 @@ import os
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dedup.connect import file_source
 from dedup.connect.file_source import CHUNK_BYTES, Files
 from dedup.errors import AuthorMistake, StateIncompatible, TaskMigrated
 from dedup.topology.schema import FilesSource
@@ -621,6 +623,23 @@ def test_a_file_that_is_rotated_and_deleted_between_two_scans(stage, more):
     reuse_inode(stage, lines(0, 1) + more)  # before another scan
     with pytest.raises(AuthorMistake, match=r"a\.log: has the inode of .*a\.log\.1, which was read up to byte"):
         files.poll()
+    files.close()
+
+
+def test_a_file_that_always_has_more_lines_does_not_hide_the_others(tmp_path, monkeypatch):
+    """Was: a new file was found only when every other was read to its end, and never if it was rotated and deleted."""
+    monkeypatch.setattr(file_source, "_SCAN_AGAIN_S", 0, raising=False)
+    busy, fresh = tmp_path / "a.log", tmp_path / "b.log"
+    busy.write_bytes(lines(0, 3))
+    files = files_of(SimpleNamespace(incoming=tmp_path), "*.log")
+    found = files.poll().values
+    fresh.write_bytes(lines(100, 3))
+    for _ in range(4):
+        with busy.open("ab") as file:
+            file.write(lines(3, 3))
+        found += files.poll().values
+        fresh.unlink(missing_ok=True)  # it is open by now
+    assert [value for value in found if value in lines(100, 3)] == lines(100, 3).splitlines()
     files.close()
 
 
