@@ -8,6 +8,7 @@ bytes, unread lines may be lost, so `dedup ingest` stops unless the ingest file 
 from __future__ import annotations
 
 import csv
+import errno
 import fnmatch
 import logging
 import math
@@ -147,7 +148,11 @@ class Files:
             return _without_records(self._renamed.pop())
         while self._turn:
             inode = self._turn.pop(0)
-            found = self._read(self._open[inode])
+            opened = self._open[inode]
+            try:
+                found = self._read(opened)
+            except OSError as error:  # A file server may be away, for example.
+                raise _unreadable(opened.known.path, error) from error
             if found is not None:
                 if inode in self._open:
                     self._turn.append(inode)  # The file may contain more lines, but other files are read first.
@@ -456,9 +461,15 @@ def _refuse_unfit(path: Path, status: os.stat_result, devices: Mapping[int, int]
         )
 
 
-def _unreadable(path: Path, error: OSError) -> AuthorMistake:
-    remedy = "Nothing was skipped; give this user permission to read it, or move it"
-    return _mistake(path, f"cannot be read: {error.strerror}. {remedy}")
+def _unreadable(path: Path | str, error: OSError) -> AuthorMistake:
+    match error.errno:
+        case errno.EMFILE:
+            remedy = "allow more open files (`ulimit -n`), or move files that were read away"
+        case errno.EACCES | errno.EPERM:
+            remedy = "give this user permission to read it, or move it"
+        case _:
+            remedy = "make it readable, or move it, and start again"
+    return _mistake(path, f"cannot be read: {error.strerror}. Nothing was skipped; {remedy}")
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:

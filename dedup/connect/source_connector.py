@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import time
 from collections import defaultdict, deque
@@ -101,6 +102,8 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each file that matches the pattern stays open.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             source = Files(ingest.name, files, most_bytes)
         case TableSource() as table:
             source = NumberedRows(ingest.name, table, url, stopped)

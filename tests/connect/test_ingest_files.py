@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 
 from dedup.connect import file_source
 from dedup.connect.file_source import CHUNK_BYTES, Files
+from dedup.connect.source_connector import open_source
 from dedup.errors import AuthorMistake, StateIncompatible, TaskMigrated
+from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.schema import FilesSource
 from tests.connect.stage import lines
 from tests.waiting import until
@@ -253,6 +257,43 @@ async def test_what_can_not_be_read_stops_with_its_name(stage, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(AuthorMistake, match="cannot be read: No such file or directory"):
         await stage.ingest(f"files: {{directory: {stage.directory}/gone}}")
+
+
+def test_a_file_that_can_no_longer_be_read_stops_ingest_with_its_name(tmp_path, monkeypatch):
+    """Was: an uncaught OSError."""
+    path = tmp_path / "a.log"
+    path.write_bytes(lines(0, 3))
+    files = files_of(SimpleNamespace(incoming=tmp_path), "*.log")
+
+    def stale(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", stale)
+    with pytest.raises(
+        AuthorMistake, match=r"a\.log: cannot be read: Stale file handle\. Nothing was skipped; make it"
+    ):
+        files.poll()
+    files.close()
+
+
+def test_more_files_stay_open_than_a_shell_allows(tmp_path):
+    """Was: ingest stopped at file 1,000 or so, and asked for permission to read it."""
+    for number in range(40):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines(number, 1))
+    text = f"ingest: 1\nname: x\nsource: {{files: {{directory: {tmp_path}}}}}\noutput: {{topic: y}}\n"
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(each.name) for each in Path("/proc/self/fd").iterdir()}
+    few = next(number for number in range(10, allowed[1]) if len(set(range(number)) - used) == 10)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, allowed[1]))
+    try:
+        files = open_source(parse_ingest(text, name="x"), 1_000_000, lambda: False)
+        assert sum(len(files.poll().values) for _ in range(40)) == 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, allowed[1]))
+        with pytest.raises(AuthorMistake, match=r"cannot be read: Too many open .* allow more open files"):
+            [files.poll() for _ in range(50)]
+        files.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
 
 
 CSV = "format: csv, pattern: '*.csv', columns: {id: text, n: integer, price: number, paid: boolean}"
