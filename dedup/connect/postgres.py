@@ -69,7 +69,9 @@ class PostgresConnection(DatabaseConnection):
         self._shown: Final = shown(url)
         with self._explained():
             given = conninfo_to_dict(url, application_name="dedup", client_encoding="utf8")
-            self._connection = psycopg.connect(autocommit=True, **{**_DEFAULTS, **given})
+            # A prepared statement fails once the type of one of its columns is altered, for example to BIGINT.
+            options: dict[str, Any] = {"autocommit": True, "prepare_threshold": None}
+            self._connection = psycopg.connect(**options, **{**_DEFAULTS, **given})
         self._cursor = self._connection.cursor()
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:

@@ -114,7 +114,8 @@ class NumberedRows:
         if self._bound is None and not self._set_bound(connection):
             return None
         where, parameters = self._after(connection)
-        values = "row_to_json(t)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
+        # Without ".*", a column named t would take the place of the row.
+        values = "row_to_json(t.*)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
         rows = connection.query(
             f"SELECT {self._listed}, {values} FROM {self._from} t WHERE {where} "  # noqa: S608  # checked names, or a query
             f'AND t."{self._spec.column}" <= {connection.mark} ORDER BY {self._listed} LIMIT {MOST_ROWS + 1}',

@@ -11,7 +11,9 @@ import psycopg
 import pytest
 
 from dedup.connect import table_source
+from dedup.connect.table_source import NumberedRows
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
+from dedup.topology.schema import TableSource
 from tests.waiting import until
 
 pytestmark = pytest.mark.broker
@@ -295,6 +297,37 @@ async def test_with_settle_a_row_is_read_that_comes_within_it(stage, lite, monke
     assert (await stage.ingest(table(url, ", settle: 1h"))).records == 2
     assert numbers(stage) == [1, 2]
     assert sum(slept_s) >= 3600
+
+
+def rows_of(url, spec="table: rows"):
+    """Return a source, as ingest has it, that begins at the first row."""
+    key, value = spec.split(": ", 1)
+    source = NumberedRows("in", TableSource(url=SOURCE, column="n", **{key: value}), url, lambda: False)
+    source.restore({})
+    return source
+
+
+@pytest.mark.parametrize("spec", ["table: rows", "query: SELECT * FROM rows"])
+def test_a_column_may_be_called_t(pg, spec):
+    """Was: that column was sent in place of the row, or refused."""
+    url, connection = pg
+    connection.execute("CREATE TYPE pair AS (x INT, y INT); ALTER TABLE rows DROP at, DROP price, ADD t pair")
+    connection.execute("INSERT INTO rows (id, t) VALUES ('e1', (1, 2))")
+    with contextlib.closing(rows_of(url, spec)) as source:
+        assert source.poll().values == [b'{"n":1,"id":"e1","t":{"x":1,"y":2}}']
+
+
+def test_the_number_of_a_live_table_may_become_a_bigint(pg):
+    """Was: the source stopped, because PostgreSQL had prepared its statements for the earlier type."""
+    url, connection = pg
+    connection.execute("ALTER TABLE rows ALTER n TYPE INT")
+    with contextlib.closing(rows_of(url)) as source:
+        for _ in range(12):
+            connection.execute("INSERT INTO rows DEFAULT VALUES")
+            assert len(source.poll().values) == 1
+        connection.execute("ALTER TABLE rows ALTER n TYPE BIGINT")
+        connection.execute("INSERT INTO rows (n) OVERRIDING SYSTEM VALUE VALUES (3000000000)")
+        assert source.poll().places == ["3000000000"]
 
 
 async def test_a_database_that_is_away_is_waited_for(stage, pg):
