@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from dedup.connect.database import DatabaseAway, DatabaseConnection
-from dedup.connect.open_database import POSTGRES, RetryingDatabase
+from dedup.connect.open_database import POSTGRES, RetryingDatabase, SqliteConnection
 from dedup.connect.source import DeadRecord, SourceRecords
 from dedup.errors import DatabaseUnavailable, StateIncompatible
 from dedup.topology.ingest_file import settle_sentence
@@ -150,6 +150,7 @@ class NumberedRows:
         if nulls:
             raise self._unfit(f"{' or '.join(self._order)} of {nulls} rows is null; exclude these rows with WHERE")
         if most is None:
+            self._refuse(_restarted(connection, self._spec, self._at[0]) if self._at else iter(()))
             return False
         if not isinstance(most, int):
             raise self._unfit(f"{self._spec.column} contains a value that is not an integer; correct that row")
@@ -305,8 +306,10 @@ def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, st
         yield f"{name} is a foreign table, whose writers this server does not know; set `settle`"
 
 
-def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
-    """Yield the reasons why the tables' sequences may number a new row lower than an existing row."""
+def _sequences(
+    connection: DatabaseConnection, relations: list[int], spec: TableSource
+) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Return whether the server knows where the number column comes from, and the sequences that may number it."""
     origin = connection.origin(spec.query or f"SELECT * FROM {spec.table}", spec.column)  # noqa: S608  # a checked name
     named = connection.query(
         "SELECT attname::text FROM pg_attribute JOIN pg_class c ON c.oid = attrelid "
@@ -315,9 +318,13 @@ def _unordered(connection: DatabaseConnection, relations: list[int], spec: Table
     )
     # The column of a view or an expression may come from any column of any table.
     tables = _with_children(connection, str(origin[0])) if named else relations
-    for column, sequence, cache, cycles, step in connection.query(_SEQUENCES, (tables, tables)):
-        if named and (column,) != named[0]:
-            continue
+    found = connection.query(_SEQUENCES, (tables, tables))
+    return bool(named), [each for each in found if not named or each[:1] == named[0]]
+
+
+def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
+    """Yield the reasons why the tables' sequences may number a new row lower than an existing row."""
+    for column, sequence, cache, cycles, step in _sequences(connection, relations, spec)[1]:
         if cache > 1 and not spec.settle_ms:
             yield (
                 f"the sequence {sequence} of {column!r} has CACHE {cache}: a session uses numbers that it reserved "
@@ -327,6 +334,31 @@ def _unordered(connection: DatabaseConnection, relations: list[int], spec: Table
         if cycles or step < 0:
             why = "begins again after its last number" if cycles else f"has INCREMENT {step}"
             yield f"the sequence {sequence} of {column!r} {why}, so later rows would not be read"
+
+
+def _restarted(connection: DatabaseConnection, spec: TableSource, read_to: int) -> Iterator[str]:
+    """Yield the reason why new rows get numbers that were already read, as after TRUNCATE … RESTART IDENTITY."""
+    last: list[tuple[Any, ...]] = []
+    if not isinstance(connection, SqliteConnection):
+        known, sequences = _sequences(connection, [], spec)
+        last = connection.query(
+            "SELECT max(pg_sequence_last_value(name::regclass)) FROM unnest(%s::text[]) name "
+            "WHERE has_sequence_privilege(name, 'SELECT, USAGE')",
+            ([each[1] for each in sequences if known],),
+        )
+    elif spec.table and connection.has("sqlite_sequence"):
+        last = connection.query(
+            "SELECT max(seq) FROM sqlite_sequence s JOIN pragma_table_info(s.name) i ON i.pk AND i.name = ? "
+            "WHERE s.name = ? COLLATE NOCASE",
+            (spec.column, spec.table.rpartition(".")[2]),
+        )
+    for (number,) in last:
+        if number is not None and number < read_to:
+            yield (
+                f"its last row got the number {number}, but rows up to {read_to} were read: the table was emptied or "
+                f"created again, and no new row would be read until its number is greater. Let the numbers continue "
+                f"after {read_to}; or give the source another name, which sends the table from its first row"
+            )
 
 
 def _children(connection: DatabaseConnection, table: str) -> Iterator[str]:

@@ -330,6 +330,59 @@ def test_the_number_of_a_live_table_may_become_a_bigint(pg):
         assert source.poll().places == ["3000000000"]
 
 
+RESTARTS = {
+    "postgresql": ["TRUNCATE rows RESTART IDENTITY"],
+    "sqlite": ["DROP TABLE rows", "CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT)"],
+}
+
+
+@pytest.mark.parametrize("kind", RESTARTS)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_table_whose_numbers_begin_again_stops_ingest(request, tmp_path, kind, restarted):
+    """Was: the new rows were never read, and nothing told of it."""
+    insert = "INSERT INTO rows (id) VALUES ('e1'), ('e2'), ('e3')"
+    with contextlib.ExitStack() as stack:
+        if kind == "sqlite":
+            url = f"sqlite:///{tmp_path}/source.db"
+            connection = stack.enter_context(
+                contextlib.closing(sqlite3.connect(tmp_path / "source.db", isolation_level=None))
+            )
+            connection.execute(RESTARTS[kind][1])
+        else:
+            url, connection = request.getfixturevalue("pg")
+        connection.execute(insert)
+        source = stack.enter_context(contextlib.closing(rows_of(url)))
+        found = source.poll()
+        connection.execute("DELETE FROM rows")
+        assert source.poll() is None
+        for sql in RESTARTS[kind]:
+            connection.execute(sql)
+        assert source.poll() is None  # Whether there will be rows can not be known yet.
+        connection.execute("INSERT INTO rows (id) VALUES ('e4')")
+        if restarted:
+            source = stack.enter_context(contextlib.closing(rows_of(url)))
+            source.restore({found.part: found.position})
+        with pytest.raises(StateIncompatible, match="its last row got the number 1, but rows up to 3 were read"):
+            source.poll()
+        connection.execute(insert)
+        connection.execute(insert)
+        assert len(source.poll().values) == 4
+
+
+def test_the_counter_of_another_column_does_not_matter(tmp_path, pg):
+    url, connection = pg
+    connection.execute("ALTER TABLE rows ADD other SERIAL")
+    connection.execute("INSERT INTO rows (n, id) OVERRIDING SYSTEM VALUE VALUES (70, 'e1')")
+    path = tmp_path / "source.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as lite:
+        lite.execute("CREATE TABLE rows (k INTEGER PRIMARY KEY AUTOINCREMENT, n BIGINT NOT NULL UNIQUE)")
+        lite.execute("INSERT INTO rows (n) VALUES (70)")
+    for each in (url, f"sqlite:///{path}"):
+        with contextlib.closing(rows_of(each)) as source:
+            assert len(source.poll().values) == 1
+            assert source.poll() is None
+
+
 async def test_a_database_that_is_away_is_waited_for(stage, pg):
     url, connection = pg
     connection.execute("INSERT INTO rows (id) VALUES ('e1')")
