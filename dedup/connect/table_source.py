@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 import orjson
 
-from dedup.connect.database import DatabaseAway, DatabaseConnection
+from dedup.connect.database import DatabaseAway, DatabaseConnection, RowsRefused
 from dedup.connect.open_database import POSTGRES, RetryingDatabase, SqliteConnection
 from dedup.connect.source import DeadRecord, SourceRecords
 from dedup.errors import DatabaseUnavailable, StateIncompatible
@@ -95,9 +94,12 @@ class NumberedRows:
 
     def poll(self) -> SourceRecords | None:
         """Return the next rows, or None if there are no new rows. Waits while the database is unavailable."""
-        with suppress(DatabaseUnavailable):  # The source was stopped.
+        try:
             return self._database.insist(self._next)
-        return None
+        except RowsRefused as why:
+            raise self._unfit(f"{why.detail}; correct the row, or the query") from why
+        except DatabaseUnavailable:  # The source was stopped.
+            return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
         """Do nothing, because no resources are kept for rereading rows."""
@@ -113,6 +115,8 @@ class NumberedRows:
     def _next(self, connection: DatabaseConnection) -> SourceRecords | None:
         if self._bound is None and not self._set_bound(connection):
             return None
+        if not self._postgres:  # PostgreSQL names the columns itself. Any of the next rows may have a new one.
+            self._names = _sqlite_names(connection, self._spec)
         where, parameters = self._after(connection)
         # Without ".*", a column named t would take the place of the row.
         values = "row_to_json(t.*)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
@@ -214,8 +218,7 @@ class NumberedRows:
             if not self._spec.settle_ms:
                 self._refuse(_unknown_writers(connection, relations, standby=standby))
         if self._spec.query:
-            self._names = connection.columns(self._spec.query)
-            self._refuse(_misfits_of_query(self._names, self._order))
+            self._refuse(_misfits_of_query(connection.columns(self._spec.query), self._order))
             return
         table, reused = self._spec.table or "", None
         if self._postgres:
@@ -223,7 +226,6 @@ class NumberedRows:
             self._refuse(_children(connection, table))
         else:
             columns, keys, reused = _sqlite_shape(connection, table.rpartition(".")[2])
-        self._names = list(columns)
         self._refuse(_misfits(columns, keys, self._order))
         if reused == self._spec.column and not self._checked:
             text = (
@@ -417,9 +419,17 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
     return {name: (whole, never_null) for name, whole, never_null in columns}, [key for (key,) in keys]
 
 
+def _sqlite_names(connection: DatabaseConnection, spec: TableSource) -> list[str]:
+    """Return the names of the columns, including generated columns, of a table or query in SQLite."""
+    if spec.query:
+        return connection.columns(spec.query)
+    return list(_sqlite_shape(connection, (spec.table or "").rpartition(".")[2])[0])
+
+
 def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
     """Return a table's columns, the columns of each unique index, and any column whose numbers SQLite may reuse."""
-    found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
+    read = 'SELECT name, upper(type), "notnull", pk FROM pragma_table_xinfo(?) WHERE hidden <> 1'
+    found = connection.query(read, (table,))
     primary = [(name, kind) for name, kind, _, position in found if position]
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
     row_number = primary[0][0] if len(primary) == 1 and primary[0][1] == "INTEGER" else None

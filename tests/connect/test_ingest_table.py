@@ -383,6 +383,35 @@ def test_the_counter_of_another_column_does_not_matter(tmp_path, pg):
             assert source.poll() is None
 
 
+def test_columns_of_sqlite_may_be_added_and_computed(tmp_path):
+    """Was: a column that was added under ingest was left out until the next start, and a computed one always."""
+    path = tmp_path / "source.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as lite:
+        lite.execute("CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, twice AS (2 * n))")
+        lite.execute("INSERT INTO rows DEFAULT VALUES")
+        for spec in ("table: rows", "query: SELECT * FROM rows"):
+            with contextlib.closing(rows_of(f"sqlite:///{path}", spec)) as source:
+                assert source.poll().values[0] == b'{"n":1,"twice":2}'
+                lite.execute("ALTER TABLE rows ADD more TEXT")
+                lite.execute("INSERT INTO rows (more) VALUES ('x')")
+                assert source.poll().values == [b'{"n":2,"twice":4,"more":"x"}']
+            lite.execute("DELETE FROM rows WHERE n = 2")
+            lite.execute("ALTER TABLE rows DROP more")
+            lite.execute("UPDATE sqlite_sequence SET seq = 1")
+
+
+def test_a_row_that_a_query_can_not_read_stops_ingest(pg):
+    """Was: an uncaught error."""
+    url, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('1'), ('x')")
+    query = "query: SELECT n, id::numeric AS amount FROM rows"
+    with (
+        contextlib.closing(rows_of(url, query)) as source,
+        pytest.raises(StateIncompatible, match=r"in: query: PostgreSQL rejects this value: InvalidTextRep.* No later"),
+    ):
+        source.poll()
+
+
 async def test_a_database_that_is_away_is_waited_for(stage, pg):
     url, connection = pg
     connection.execute("INSERT INTO rows (id) VALUES ('e1')")
