@@ -14,7 +14,9 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
 from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsError, StateIncompatible
@@ -22,8 +24,8 @@ from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsE
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
 SQLITE: Final = "sqlite:///"
 _BUSY_S: Final = 5.0
-_AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
-"""Prefixes of the names of SQLite's temporary errors."""
+_AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
+"""Prefixes of the names of SQLite's temporary errors. A reader may not roll back what a killed writer has left."""
 _CODES: Final[Mapping[str, str]] = {
     "SQLITE_CONSTRAINT_UNIQUE": "unique_violation",
     "SQLITE_CONSTRAINT_PRIMARYKEY": "unique_violation",
@@ -87,8 +89,18 @@ class SqliteConnection(DatabaseConnection):
             self._connection = sqlite3.connect(
                 f"file:{self._path}{mode}", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
+        # A connection that only reads would not notice that its file was replaced.
+        self._read_inode: Final = self._inode() if read_only else 0
+
+    def _inode(self) -> int:
+        try:
+            return Path(unquote(self._path)).stat().st_ino
+        except OSError as error:
+            raise DatabaseAway(f"{self._path}: {error.strerror}") from error
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> sqlite3.Cursor:
+        if self._read_inode and self._inode() != self._read_inode:
+            raise DatabaseAway(f"{self._path}: the file was replaced")
         return self._connection.execute(sql, parameters)
 
     def has(self, table: str) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sqlite3
 import threading
+import time
 from types import SimpleNamespace
 
 import psycopg
 import pytest
 
-from dedup.connect import table_source
+from dedup.connect import open_database, table_source
 from dedup.connect.table_source import NumberedRows
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
 from dedup.topology.schema import TableSource
@@ -410,6 +412,44 @@ def test_a_row_that_a_query_can_not_read_stops_ingest(pg):
         pytest.raises(StateIncompatible, match=r"in: query: PostgreSQL rejects this value: InvalidTextRep.* No later"),
     ):
         source.poll()
+
+
+def created(path):
+    """Return a connection to a new file of SQLite with one row."""
+    lite = sqlite3.connect(path, isolation_level=None)
+    lite.execute("CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT)")
+    lite.execute("INSERT INTO rows (id) VALUES ('e1')")
+    return contextlib.closing(lite)
+
+
+def test_a_file_of_sqlite_that_is_replaced_is_read_on(tmp_path):
+    """Was: the file that is gone was read for ever, so no row came until the next start."""
+    path, copy = tmp_path / "source.db", tmp_path / "copy.db"
+    with created(path), contextlib.closing(rows_of(f"sqlite:///{path}")) as source:
+        assert len(source.poll().values) == 1
+        with created(copy) as lite:
+            lite.execute("INSERT INTO rows (id) VALUES ('e2')")
+        copy.replace(path)
+        assert source.poll().values == [b'{"n":2,"id":"e2"}']
+
+
+def test_what_a_killed_writer_of_sqlite_left_is_waited_for(tmp_path, monkeypatch):
+    """Was: the source stopped, since it may not write, although the writer rolls back when it is started again."""
+    path = tmp_path / "source.db"
+    with created(tmp_path / "alive.db") as lite:
+        lite.execute("PRAGMA cache_size = 2")
+        lite.execute("BEGIN")
+        lite.executemany("INSERT INTO rows (id) VALUES (?)", [("x" * 500,)] * 3_000)
+        for name in ("", "-journal"):  # as at the moment of a kill
+            shutil.copy(f"{tmp_path}/alive.db{name}", f"{path}{name}")
+
+    def start_writer(_pause_s):
+        with contextlib.closing(sqlite3.connect(path)) as writer:
+            writer.execute("SELECT * FROM rows").fetchall()
+
+    monkeypatch.setattr(open_database, "time", SimpleNamespace(sleep=start_writer, monotonic=time.monotonic))
+    with contextlib.closing(rows_of(f"sqlite:///{path}")) as source:
+        assert len(source.poll().values) == 1
 
 
 async def test_a_database_that_is_away_is_waited_for(stage, pg):
