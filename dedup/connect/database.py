@@ -103,6 +103,9 @@ class DatabaseConnection(ABC):
     for_update: str
     """The clause that makes a query wait for transactions that have changed the row, or an empty string."""
 
+    check_at_once: str
+    """The statement that makes an open transaction check deferred constraints at once, or an empty string."""
+
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
         """Translate the driver's errors in the ``with`` block into DatabaseAway, RowsRefused, or StateIncompatible."""
@@ -133,6 +136,10 @@ class DatabaseConnection(ABC):
     @abstractmethod
     def has(self, table: str) -> bool:
         """Return whether the table exists."""
+
+    def is_staged_as(self, table: Table) -> bool:  # noqa: ARG002  # only PostgreSQL's columns have strict types
+        """Return whether the columns of the staging table still have the types of the table's columns."""
+        return True
 
     @abstractmethod
     def stage(self, table: Table, rows: Sequence[Row]) -> None:

@@ -81,6 +81,7 @@ class SqliteConnection(DatabaseConnection):
     temporary = "temp"
     begin_statement = "BEGIN IMMEDIATE"
     for_update = ""
+    check_at_once = ""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._path: Final = url.removeprefix(SQLITE)

@@ -64,6 +64,7 @@ class PostgresConnection(DatabaseConnection):
     temporary = "pg_temp"
     begin_statement = "BEGIN"
     for_update = " FOR UPDATE"
+    check_at_once = "SET CONSTRAINTS ALL IMMEDIATE"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
@@ -90,11 +91,18 @@ class PostgresConnection(DatabaseConnection):
         """Return whether the table exists."""
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
 
+    def is_staged_as(self, table: Table) -> bool:
+        """Return whether the columns of the staging table still have the types of the table's columns."""
+        return not self.query(
+            "SELECT 1 FROM pg_attribute s JOIN pg_attribute t USING (attname) WHERE s.attnum > 0 AND s.attrelid = "
+            "%s::regclass AND t.attrelid = %s::regclass AND (s.atttypid, s.atttypmod) <> (t.atttypid, t.atttypmod)",
+            (f"{self.temporary}.{STAGED}", table.name),
+        )
+
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Replace the staging table's contents with ``rows``."""
         with self._explained():
-            # A deferred constraint would reject the commit, when it is too late to find out which row violates it.
-            self._cursor.execute(f"TRUNCATE {STAGED}; SET CONSTRAINTS ALL IMMEDIATE".encode())
+            self._cursor.execute(f"TRUNCATE {STAGED}".encode())
             with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
                 write = copy.write_row
                 for row in rows:

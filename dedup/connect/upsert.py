@@ -397,6 +397,9 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
     written = WriteOutcome()
     width = len(table.key)
     left: Sequence[int] = range(len(rows))
+    if connection.check_at_once:
+        # A deferred constraint would reject the commit, when it is too late to find out which row violates it.
+        connection.execute(connection.check_at_once)
     while left:
         refused = _write(connection, table, rows, _one_a_key(rows, left, width), written)
         written.refused |= refused
@@ -432,7 +435,10 @@ def _write(
         except RowsRefused as why:
             connection.execute("ROLLBACK TO SAVEPOINT dedup_rows")
             middle = len(part) // 2
-            if middle:
+            if not connection.is_staged_as(table):  # The table was altered, so it may accept what was rejected.
+                make_staging(connection, table)
+                parts.append(part)
+            elif middle:
                 parts += [part[middle:], part[:middle]]
             else:
                 refused[part[0]] = why

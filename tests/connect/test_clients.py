@@ -16,7 +16,16 @@ from confluent_kafka import Producer
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
-from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseAway, FencedOffsets, make
+from dedup.connect.database import (
+    OFFSETS,
+    OFFSETS_STATEMENT,
+    DatabaseAway,
+    FencedOffsets,
+    Table,
+    make,
+    make_staging,
+    transaction,
+)
 from dedup.connect.open_database import SqliteConnection, connect
 from dedup.connect.postgres import PostgresConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
@@ -298,6 +307,19 @@ async def test_a_record_without_an_id_stops_the_reader(stage, admin):
         with pytest.raises(StateIncompatible, match="offset 1 has no usable tracking ID"):
             await reader.run(count, until_end=True)
     assert sqlite_rows(stage.directory / "app.db", "SELECT * FROM totals") == []
+
+
+def test_the_constraints_of_an_application_stay_deferred(postgres):
+    """Was: the reader made them immediate, so its application could not write a child before its parent."""
+    table = Table("dedup_seen", (("tracking_id", "BYTEA"),), ("tracking_id",), append=False)
+    with contextlib.closing(connect(postgres)) as connection:
+        connection.execute("CREATE TABLE dedup_seen (tracking_id BYTEA); CREATE TABLE parents (n INT PRIMARY KEY)")
+        connection.execute("CREATE TABLE children (n INT REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
+        make_staging(connection, table)
+        with transaction(connection):
+            connection.stage(table, [(b"a",)])
+            connection.execute("INSERT INTO children VALUES (1)")
+            connection.execute("INSERT INTO parents VALUES (1)")
 
 
 def test_a_commit_without_a_response_that_is_still_under_way_is_waited_for(postgres):

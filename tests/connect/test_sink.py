@@ -257,6 +257,20 @@ def test_what_an_index_or_a_trigger_can_not_take_is_refused(postgres, made, text
         assert connection.query("SELECT t FROM rows ORDER BY t") == [("a",), ("c",)]
 
 
+def test_a_column_that_was_made_longer_takes_longer_values(postgres):
+    """Was: they were dead letters until the next start, because the staging table had the earlier type."""
+    table = Table("rows", (("id", "BYTEA"), ("event_time_ms", "BIGINT"), ("t", "TEXT")), ("id",), append=False)
+    with contextlib.closing(PostgresConnection(postgres)) as connection:
+        connection.execute("CREATE TABLE rows (id BYTEA PRIMARY KEY, event_time_ms BIGINT, t VARCHAR(3))")
+        make_staging(connection, table)
+        with transaction(connection):
+            assert list(write_rows(connection, table, [(b"a", 1, "a"), (b"b", 1, "long")]).refused) == [1]
+        statement(postgres, "ALTER TABLE rows ALTER t TYPE VARCHAR(9)")
+        with transaction(connection):
+            written = write_rows(connection, table, [(b"c", 1, "c"), (b"d", 1, "long"), (b"e", 1, "much longer")])
+        assert (written.inserted, list(written.refused)) == (2, [2])
+
+
 def test_a_transaction_that_an_error_has_aborted_is_not_taken_for_committed(postgres):
     """PostgreSQL answers COMMIT with ROLLBACK then, and without an error."""
     connection = PostgresConnection(postgres)
