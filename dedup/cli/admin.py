@@ -118,7 +118,7 @@ def apply(
         return plan
 
     plan = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
-    tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
+    tables = None if spec is None else apply_tables(parsed.name, spec, dry_run=dry_run, quiet=as_json)
     _say_applied(plan, {} if tables is None else {"tables": tables}, dry_run=dry_run, as_json=as_json)
 
 

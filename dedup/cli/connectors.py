@@ -136,17 +136,19 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
     return replace(spec, url=url)
 
 
-def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
+def apply_tables(topology: str, spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
     """Return each missing sink table's CREATE statement by table name; create the tables unless ``dry_run`` is set.
 
-    Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
-    respond.
+    Raises StateIncompatible if an existing table is unsuitable, or if the table is missing although the topology's sink
+    has written to it, and DatabaseUnavailable if the database does not respond.
     """
-    from dedup.connect.database import OFFSETS
+    from dedup.connect.database import OFFSETS, FencedOffsets
     from dedup.connect.open_database import RetryingDatabase
-    from dedup.connect.upsert import make_tables, plan_tables
+    from dedup.connect.upsert import make_tables, plan_tables, refuse_lost_table
 
     with contextlib.closing(RetryingDatabase(spec.url)) as database:
+        offsets = FencedOffsets(topology, spec.topic, "")
+        database.first(lambda connection: refuse_lost_table(connection, spec.table, offsets))
         missing = database.first(lambda connection: plan_tables(connection, spec))
         if not dry_run:
             database.first(lambda connection: make_tables(connection, spec))

@@ -345,7 +345,7 @@ def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
 
 def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: FencedOffsets) -> None:
     """Raise StateIncompatible if the sink has written rows, but its table has since been dropped or renamed."""
-    if connection.has(table):
+    if connection.has(table) or not connection.has(OFFSETS):
         return
     mark = connection.mark
     read = connection.query(

@@ -8,17 +8,21 @@ import json
 import random
 import sqlite3
 import threading
+from dataclasses import replace
 
 import psycopg
 import pytest
 from confluent_kafka import Producer
 from typer.testing import CliRunner
 
+from dedup.cli.connectors import apply_tables
 from dedup.cli.main import create_app
 from dedup.connect.database import DatabaseAway, RowsRefused, Table, make_staging, shown, transaction
 from dedup.connect.postgres import PostgresConnection
+from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
 from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.topology.parse import parse
 from tests.connect.stage import made, postgres_rows, sqlite_rows
 from tests.waiting import until
 
@@ -177,6 +181,25 @@ async def test_a_table_that_is_gone_is_not_made_anew_behind_what_was_read(stage,
         await stage.sink(topology)
     statement(url, "DELETE FROM dedup_offsets")
     assert (await stage.sink(topology)).inserted == len(rows()) == 10
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_apply_makes_no_other_table_behind_what_was_read(tmp_path, dry_run):
+    """Was: it made an empty table, and the sink went on there without the rows of all earlier records."""
+    text = (
+        "dedup: 1\nname: x\nsource: {topics: [in], partitioned_by: tracking_id}\ntracking_id: {field: id}\n"
+        'guard_period: 1h\nsink: {url: "sqlite:///unused", table: rows, topic: out, columns: {id: id}}\n'
+    )
+    url = f"sqlite:///{tmp_path}/sink.db"
+    spec = replace(spec_of(parse(text, name="x"), "x"), url=url)
+    assert set(apply_tables("x", spec, dry_run=False, quiet=True)) == {"dedup_offsets", "rows"}
+    apply_tables("x", replace(spec, table="more"), dry_run=False, quiet=True)  # nothing was read so far
+    statement(url, "INSERT INTO dedup_offsets VALUES ('x', 'out', 0, 'id', 1, 10)")
+    apply_tables("x", spec, dry_run=dry_run, quiet=True)
+    other = replace(spec, table="other")
+    with pytest.raises(StateIncompatible, match=r"there is no table other, but dedup_offsets .* up to offset 10"):
+        apply_tables("x", other, dry_run=dry_run, quiet=True)
+    assert "other" in apply_tables("y", other, dry_run=dry_run, quiet=True)
 
 
 async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, database):
