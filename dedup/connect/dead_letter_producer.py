@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -86,10 +86,22 @@ class _Partition:
 
 
 class DeadLetterProducer:
-    """Sends one sink's dead letters to ``topic``. The sink reads ``source_topic``."""
+    """Sends one sink's dead letters to ``topic``. The sink reads ``source_topic``.
 
-    def __init__(self, wire: KafkaWire, name: str, source_topic: str, topic: Topic, settings: Settings) -> None:
+    Once ``stopped`` returns True, no method waits any longer for an unresponsive broker.
+    """
+
+    def __init__(
+        self,
+        wire: KafkaWire,
+        name: str,
+        source_topic: str,
+        topic: Topic,
+        settings: Settings,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._wire: Final = wire
+        self._stopped: Final = stopped
         self._group: Final = f"{name}.sink"
         self._source_topic: Final = source_topic
         self._topic: Final = topic
@@ -133,7 +145,8 @@ class DeadLetterProducer:
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
         """Send the dead letters that are not yet in the topic, and return their number.
 
-        Raises TaskMigrated if another process has taken over a partition.
+        Raises TaskMigrated if another process has taken over a partition, and BrokerUnavailable if the sink is stopped
+        while no broker responds.
         """
         unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
@@ -176,6 +189,11 @@ class DeadLetterProducer:
                 return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
                 log.warning("waiting for the broker: %s", again, extra=AWAY)
+                if self._stopped():
+                    raise BrokerUnavailable(
+                        f"stopped while no broker answered: {again} No row of the transaction was written. The next "
+                        f"start finds out which dead letters were sent, and continues accordingly."
+                    ) from again
                 await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:

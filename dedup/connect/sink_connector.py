@@ -89,8 +89,8 @@ async def run_sink(
         if numbers[-1] >= topic.partitions:
             last = topic.partitions - 1
             raise StateIncompatible(f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {last}.")
-        dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings)
         stop = stack.enter_context(set_by_signals())
+        dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings, stop.is_set)
         consumer = FencedConsumer(
             wire, topology.name, topic, spec.url, partial(_prepare, spec), stop.is_set, gather_ms=GATHER_MS
         )

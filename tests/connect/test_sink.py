@@ -9,6 +9,7 @@ import random
 import sqlite3
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -18,10 +19,14 @@ from typer.testing import CliRunner
 from dedup.cli.connectors import apply_tables
 from dedup.cli.main import create_app
 from dedup.connect.database import DatabaseAway, RowsRefused, Table, make_staging, shown, transaction
+from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord, _Partition
 from dedup.connect.postgres import PostgresConnection
 from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
-from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings
 from dedup.topology.parse import parse
 from tests.connect.stage import made, postgres_rows, sqlite_rows
 from tests.waiting import until
@@ -148,6 +153,32 @@ async def test_dead_letters_fit_their_topic(stage, admin):
     done = await stage.sink(sinking(stage, f"sqlite:///{stage.directory}/a.db"))
     assert (done.inserted, done.dead_letters) == (0, 400)
     assert [message.value() for message in stage.read(f"{stage.name}.sink.dead-letter")] == bad
+
+
+async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
+    """Was: the sink waited until a broker answered, and kept the rows of its transaction locked meanwhile."""
+
+    class Silent:
+        async def open(self):
+            raise CommitUnknown("no answer.")
+
+        async def commit(self, _offsets):
+            raise CommitUnknown("no answer.")
+
+        def add(self, _batches):
+            pass
+
+    stop = asyncio.Event()
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Silent())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    sending = asyncio.create_task(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]))
+    await asyncio.sleep(0.1)
+    assert not sending.done()
+    stop.set()
+    with pytest.raises(BrokerUnavailable, match=r"stopped while no broker answered: no answer\. No row"):
+        await asyncio.wait_for(sending, 5)
 
 
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
