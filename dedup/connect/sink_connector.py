@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS: Final = 20_000
 """The maximum number of records in a transaction."""
+MOST_BYTES: Final = 64 << 20
+"""The size of values at which a transaction ends."""
 GATHER_MS: Final = 50
 log: Final = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class _Transaction:
     ends: dict[int, int] = field(default_factory=dict)
     """Maps each partition to the offset after its last record in the transaction."""
     records: int = 0
+    size_bytes: int = 0
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
@@ -172,11 +175,16 @@ class _Run:
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None
-        while gathered.records < MOST_ROWS and (until_s is None or loop.time() < until_s):
+        while (
+            gathered.records < MOST_ROWS
+            and gathered.size_bytes < MOST_BYTES
+            and (until_s is None or loop.time() < until_s)
+        ):
             for answer in await self.consumer.records.poll():
                 gathered.batches.append((answer.source, answer.columns))
                 gathered.ends[answer.source.partition] = answer.next_offset
                 gathered.records += len(answer.columns.offsets)
+                gathered.size_bytes += sum(len(value or b"") for value in answer.columns.values)
             if not gathered.records:
                 break
             until_s = until_s or loop.time() + self.interval_s

@@ -55,6 +55,8 @@ HEADERS_BYTES: Final = 512
 """The space, in bytes, for everything in a record except its value: key, headers, and other fields."""
 RECORDS_AT_ONCE: Final = 40_000
 """The maximum number of records in one transaction."""
+BYTES_AT_ONCE: Final = 64 << 20
+"""The size at which a transaction ends. A longer `commit_interval` must not fill the memory with large records."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
 """The limits for the records between two markers, which are kept in memory."""
@@ -82,6 +84,12 @@ class _Transaction:
     """The number of records in all polls. Each record's line has its row number, to identify a refused record."""
     records: int = 0
     dead_letters: int = 0
+    size_bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more records should be added to the transaction."""
+        return self.rows >= RECORDS_AT_ONCE or self.size_bytes >= BYTES_AT_ONCE
 
     def places(self, rows: Collection[int]) -> Iterator[tuple[int, SourceRecords, int]]:
         """Yield each row number with the poll that returned that record, and the record's index within the poll."""
@@ -222,7 +230,7 @@ class _Run:
     def _collect(self) -> _Transaction | None:
         made = _Transaction()
         until_s = time.monotonic() + (self.interval_ms or 0) / 1000
-        while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
+        while not made.positions or (not made.is_full and time.monotonic() < until_s):
             found = self.source.poll()
             if found is None:
                 break
@@ -235,6 +243,7 @@ class _Run:
                 else:
                     made.dead_letters += len(lines)
             made.rows += len(found.values)
+            made.size_bytes += sum(map(len, found.values)) + sum(len(each.value or b"") for each in found.dead)
             if self.single or self.interval_ms is None:
                 break
         return made if made.positions else None

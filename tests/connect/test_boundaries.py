@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
+from types import SimpleNamespace
 
 import pytest
 
 from dedup.connect import file_source as reading
+from dedup.connect import sink_connector
 from dedup.connect import source_connector as marked
 from dedup.connect.file_source import Files
+from dedup.connect.source import SourceRecords
 from dedup.connect.source_connector import TransactionBoundary
 from dedup.errors import StateIncompatible
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import TopicPartition
+from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.schema import FilesSource, Marker
 from tests.connect.stage import lines
 from tests.waiting import until
@@ -66,6 +73,36 @@ def test_each_transaction_ends_with_its_marker_wherever_it_is_begun_anew(tmp_pat
         file.write(line(8, last=True) + b"\n")
     (found,) = polled(opened(tmp_path, positions))
     assert ([json.loads(value)["n"] for value in found.values], len(found.dead)) == ([7, 8], 1)
+
+
+def endless(size_bytes):
+    """Yield polls of large records, as a source or a topic with a backlog returns them."""
+    values = [json.dumps("x" * size_bytes).encode()] * 8
+    for number in range(200):
+        yield SourceRecords("p", "x/p/", values, range(8 * number, 8 * number + 8), b"", lambda _: b"")
+    pytest.fail("nothing ended the transaction")
+
+
+def test_a_transaction_of_large_records_ends_before_a_long_interval():
+    """Was: 40,000 records of any size, which filled the memory."""
+    polls = endless(1_000_000)
+    ingest = parse_ingest("ingest: 1\nname: x\nsource: {files: {directory: /}}\noutput: {topic: y}\n", name="x")
+    topics = {name: Topic(name, "id", 1) for name in ("y", "x.dead-letter")}
+    maker = marked._RecordMaker(ingest, topics, 2_000_000)
+    run = marked._Run(None, SimpleNamespace(poll=lambda: next(polls)), maker, 60_000, asyncio.Event())
+    assert 64 <= run._collect().records <= 80
+
+
+async def test_a_transaction_of_a_sink_ends_before_a_long_interval_too():
+    polls = endless(1_000_000)
+
+    async def poll():
+        columns = SimpleNamespace(values=next(polls).values, offsets=range(8))
+        return [SimpleNamespace(source=TopicPartition("y", 0), columns=columns, next_offset=8)]
+
+    consumer = SimpleNamespace(records=SimpleNamespace(poll=poll))
+    run = sink_connector._Run(None, None, consumer, None, 60)
+    assert 64 <= (await run._gather()).records <= 80
 
 
 def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp_path, caplog):
