@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseConnection, FencedOffsets, make, transaction
-from dedup.connect.open_database import RetryingDatabase
+from dedup.connect.open_database import START_WITHIN_S, RetryingDatabase
 from dedup.errors import CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import TopicNow, TopicPartition
+from dedup.kafka.wire import PATIENCE_S, TopicNow, TopicPartition
 from dedup.worker.offsets import bounds_of
 
 FROM_START: Final = -1
 WAIT_MS: Final = 200
 T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Make requests in the ``with`` block raise BrokerUnavailable if they get no response for this time."""
+    token = PATIENCE_S.set(seconds)
+    try:
+        yield
+    finally:
+        PATIENCE_S.reset(token)
 
 
 class TopicReader:
@@ -94,11 +105,13 @@ class FencedConsumer:
     async def open(self, partitions: Collection[int]) -> None:
         """Fence earlier owners of the partitions, and begin reading at the offsets stored in the database.
 
-        Raises DatabaseUnavailable if the database does not respond, and StateIncompatible if the topic was recreated.
+        Raises DatabaseUnavailable if the database does not respond, BrokerUnavailable if a partition has no leader, and
+        StateIncompatible if the topic was recreated.
         """
         await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
-        for partition, position in self.offsets.positions.items():
-            await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
+        with patience(START_WITHIN_S):
+            for partition, position in self.offsets.positions.items():
+                await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run ``work`` exactly once, in a database transaction that also updates the offsets, and return its result.

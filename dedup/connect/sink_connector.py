@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutcome
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
-from dedup.connect.fenced_consumer import FencedConsumer
+from dedup.connect.fenced_consumer import FencedConsumer, patience
+from dedup.connect.open_database import START_WITHIN_S
 from dedup.connect.source_connector import set_by_signals
 from dedup.connect.transactional_outbox import provide, wanted_topic
 from dedup.connect.upsert import RowMaker, make_tables, refuse_lost_table, table_of, write_rows
@@ -101,7 +102,8 @@ async def run_sink(
         stack.push_async_callback(dead_letters.close)
         await consumer.open(numbers)
         try:
-            await dead_letters.open(consumer.offsets.positions)
+            with patience(START_WITHIN_S):
+                await dead_letters.open(consumer.offsets.positions)
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
         log.info("%s: %d partitions taken; earlier owners are fenced", topology.name, len(numbers))

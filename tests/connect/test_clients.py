@@ -15,6 +15,7 @@ import pytest
 from confluent_kafka import Producer
 
 import dedup
+from dedup.connect import fenced_consumer
 from dedup.connect import transactional_outbox as outbox
 from dedup.connect.database import (
     OFFSETS,
@@ -32,6 +33,7 @@ from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable, InvariantBroken, SettingsError, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import FeedFetcher
+from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import NoAnswer
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
@@ -307,6 +309,24 @@ async def test_a_record_without_an_id_stops_the_reader(stage, admin):
         with pytest.raises(StateIncompatible, match="offset 1 has no usable tracking ID"):
             await reader.run(count, until_end=True)
     assert sqlite_rows(stage.directory / "app.db", "SELECT * FROM totals") == []
+
+
+async def test_a_partition_without_a_leader_is_told_at_the_start(tmp_path, monkeypatch):
+    """Was: `dedup sink` waited without a word, and no signal but SIGKILL ended it."""
+
+    class Leaderless:
+        async def bounds(self, partition):
+            raise NoAnswer(f"{partition} has no leader")
+
+        async def pause(self, pause_ms):
+            await asyncio.sleep(pause_ms / 1000)
+
+    monkeypatch.setattr(fenced_consumer, "START_WITHIN_S", 0.1, raising=False)
+    topic, url = Topic("in", "id", 2), f"sqlite:///{tmp_path}/x.db"
+    consumer = fenced_consumer.FencedConsumer(Leaderless(), "x", topic, url, lambda *_: None, gather_ms=0)
+    with pytest.raises(BrokerUnavailable, match=r"has no leader.* Check the brokers, and that each partition"):
+        await asyncio.wait_for(consumer.open([0, 1]), 10)
+    await consumer.close()
 
 
 def test_the_constraints_of_an_application_stay_deferred(postgres):
