@@ -208,6 +208,7 @@ class NumberedRows:
 
     def _check(self, connection: DatabaseConnection) -> None:
         """Raise StateIncompatible if the source might never read some rows of the table or query."""
+        self._bound = None  # Another server, after a failover, may still have open transactions below the bound.
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby

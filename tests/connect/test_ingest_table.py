@@ -452,6 +452,21 @@ def test_what_a_killed_writer_of_sqlite_left_is_waited_for(tmp_path, monkeypatch
         assert len(source.poll().values) == 1
 
 
+def test_after_a_lost_connection_the_writers_are_waited_for_again(pg, monkeypatch):
+    """Was: rows were read up to a bound that another server had given, although rows below it were not committed."""
+    url, connection = pg
+    monkeypatch.setattr(table_source, "MOST_ROWS", 1)
+    connection.execute("INSERT INTO rows (id) VALUES ('e1'), ('e2')")
+    with contextlib.closing(rows_of(url)) as source:
+        assert source.poll().places == ["1"]
+        assert source._bound == 2
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'dedup'")
+        asked = []
+        monkeypatch.setattr(table_source, "_writers", lambda *_: asked.append(1) or set())
+        assert source.poll().places == ["2"]
+        assert asked
+
+
 async def test_a_database_that_is_away_is_waited_for(stage, pg):
     url, connection = pg
     connection.execute("INSERT INTO rows (id) VALUES ('e1')")
