@@ -492,9 +492,9 @@ def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Convert an exactly decoded number to the value that orjson would return, so that equal IDs have equal keys."""
-    if not isinstance(found, Number):
-        return found
-    try:
-        return orjson.loads(found.text)
-    except orjson.JSONDecodeError:
-        return float(found.text)  # which is infinite
+    if isinstance(found, Number):
+        try:
+            found = orjson.loads(found.text)
+        except orjson.JSONDecodeError:
+            found = float(found.text)  # which is infinite
+    return found + 0.0 if isinstance(found, float) else found  # -0.0 is the same ID as 0.0

@@ -75,6 +75,19 @@ def test_each_transaction_ends_with_its_marker_wherever_it_is_begun_anew(tmp_pat
     assert ([json.loads(value)["n"] for value in found.values], len(found.dead)) == ([7, 8], 1)
 
 
+@pytest.mark.parametrize("rule", ["field: n", "fields: [n, n2]"])
+def test_equal_ids_have_equal_keys(rule):
+    """Was: -0.0 and 0.0, which are one ID, could go to two partitions."""
+    text = f"ingest: 1\nname: x\nsource: {{files: {{directory: /}}}}\noutput: {{topic: y}}\ntracking_id: {{{rule}}}\n"
+    topics = {name: Topic(name, "id", 1) for name in ("y", "x.dead-letter")}
+    maker = marked._RecordMaker(parse_ingest(text, name="x"), topics, 2_000_000)
+    for equal in (["0.0", "-0.0", "0e5", "-0E-400"], ["1.5", "15e-1"], ["0", "-0"]):
+        values = [b'{"n":%s,"n2":1}' % each.encode() for each in equal]
+        found = maker.lines(SourceRecords("p", "x/p/", values, range(len(values)), b"", lambda _: b""), 0)
+        ((place, made),) = found.items()
+        assert (place.topic, len({key for _, _, key, _, _ in made})) == ("y", 1)
+
+
 def endless(size_bytes):
     """Yield polls of large records, as a source or a topic with a backlog returns them."""
     values = [json.dumps("x" * size_bytes).encode()] * 8
