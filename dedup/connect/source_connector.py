@@ -136,7 +136,9 @@ async def run_ingest(
             topics = await make_topics(admin, ingest, settings, create=settings.topics.create)
         stop = stack.enter_context(set_by_signals())
         name = f"{ingest.name}.ingest.0"
-        outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, topics, stop.is_set)
+        outbox = TransactionalOutbox(
+            wire, name, ingest.offsets_topic, settings, topics, stop.is_set, output=ingest.topic
+        )
         await outbox.open()
         stack.push_async_callback(outbox.close)
         log.info("%s: source taken; earlier owners are fenced", ingest.name)

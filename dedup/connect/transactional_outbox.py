@@ -86,6 +86,9 @@ class _Owner(msgspec.Struct, frozen=True):
     run: str
     """An ID that is unique to one process."""
     transaction: int
+    topic: str = ""
+    """The name of the topic that the records of a source are sent to, or an empty string if there are several."""
+    topic_id: str = ""
 
 
 class TransactionalOutbox:
@@ -99,7 +102,11 @@ class TransactionalOutbox:
         settings: Settings,
         topics: Mapping[str, Topic],
         stopped: Callable[[], bool] = lambda: False,
+        *,
+        output: str = "",
     ) -> None:
+        """If ``output`` names the only topic for records, `open` refuses a topic that was created again."""
+        self._output: Final = output
         self.positions: Final[dict[str, bytes]] = {}
         """Maps the name of each part of the source to its position after the last commit."""
         self._place: Final = TopicPartition(offsets_topic, 0)
@@ -119,11 +126,12 @@ class TransactionalOutbox:
     async def open(self) -> None:
         """Fence earlier owners, abort their transactions, and read the positions.
 
-        Raises BrokerUnavailable if no broker responds in time.
+        Raises BrokerUnavailable if no broker responds in time, and StateIncompatible if the output was created again.
         """
         try:
             await self._session.open()
             await self._read()
+            self._refuse_other_output()
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
@@ -157,7 +165,9 @@ class TransactionalOutbox:
     ) -> None:
         self._number += 1
         own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
-        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
+        output_id = self._topics[self._output].topic_id if self._output else ""
+        owner = _Owner(self._run, self._number, self._output, output_id)
+        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(owner), []))
         while True:
             try:
                 for target, part in lines.items():
@@ -197,6 +207,17 @@ class TransactionalOutbox:
                         f"transaction was committed, and continues accordingly."
                     ) from unknown
                 await asyncio.sleep(PAUSE_S)
+
+    def _refuse_other_output(self) -> None:
+        before = self._owner
+        if before is None or not self.positions or before.topic != self._output or not before.topic_id:
+            return
+        if before.topic_id != self._topics[self._output].topic_id:
+            raise StateIncompatible(
+                f"topic {self._output!r} was deleted and created again, so it lacks the records up to the positions in "
+                f"{self._place.topic!r}. Nothing was sent. To send the source again from its start, delete "
+                f"{self._place.topic!r}; to send only what is new, give the output another name."
+            )
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
         await self._read(stable=stable)

@@ -11,7 +11,7 @@ from confluent_kafka.cimpl import NewPartitions
 
 import dedup
 from dedup.errors import StateIncompatible
-from tests.connect.stage import sqlite_rows
+from tests.connect.stage import lines, sqlite_rows
 from tests.waiting import until
 
 pytestmark = pytest.mark.broker
@@ -86,3 +86,19 @@ async def test_the_reader_stops_before_it_hands_over_what_came_after(stage, admi
         with pytest.raises(StateIncompatible, match=says):
             await reader.run(handle)
     assert seen == [f"e{number}" for number in range(10)]
+
+
+@pytest.mark.parametrize("how", ["deleted", "made again"])
+async def test_ingest_does_not_go_on_in_a_topic_that_lacks_what_it_sent(stage, admin, how):
+    """Was: it made the topic and sent only new lines, or said that all was sent."""
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 10))
+    assert (await stage.ingest()).records == 10
+    assert (await stage.ingest()).records == 0
+    admin.delete_topic(stage.topic)
+    if how == "made again":
+        admin.create_topic(stage.topic, 1, KEPT)
+    for _ in range(2):
+        with pytest.raises(StateIncompatible, match=r"was deleted and created again.* Nothing was sent"):
+            await stage.ingest()
+    admin.delete_topic(f"{stage.name}-source-offsets")
+    assert (await stage.ingest()).records == len(stage.read()) == 10
