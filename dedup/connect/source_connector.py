@@ -111,7 +111,8 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
     match ingest.source:
         case FilesSource() as files:
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each file that matches the pattern stays open.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            with suppress(ValueError, OSError):  # macOS refuses a hard limit of infinity as a soft limit.
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             source = Files(ingest.name, files, most_bytes)
         case TableSource() as table:
             source = NumberedRows(ingest.name, table, url, stopped)
