@@ -52,6 +52,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
 _MEMBERS: Final = "_dedup_members"
 _INEXACT: Final = "_dedup_inexact"
+_TIE: Final = "_dedup_tie"
 _MEMBER_TYPES: Final[Mapping[type[t.DataType], ColumnType]] = {
     **dict.fromkeys((t.StringType, t.DateType), "text"),
     **dict.fromkeys((t.LongType, t.IntegerType, t.ShortType, t.ByteType), "integer"),
@@ -360,8 +361,9 @@ def _newest(rows: DataFrame) -> DataFrame:
     """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
     columns = [quoted(name) for name in others]
-    by = fn.struct(*ORDER, fn.xxhash64(*columns).alias("tie"))
-    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*columns), by).alias("best"))
+    # The hash ignores nulls, so rows that differ only in where a null is have the same hash.
+    rest = [quoted(name) for name in others if name not in ORDER]
+    best = rows.groupBy(ID).agg(fn.max(fn.struct(*ORDER, fn.xxhash64(*columns).alias(_TIE), *rest)).alias("best"))
     return best.select(ID, *(fn.col("best").getField(name).alias(name) for name in others))
 
 

@@ -180,6 +180,15 @@ def test_a_decimal_that_sqlite_would_round_is_refused(spark, tmp_path):
         upsert_jdbc(wide, to)
 
 
+def test_rows_that_differ_only_in_where_a_null_is_have_one_newest_row_in_any_order(spark):
+    both = event(1, 1, 1, id="o1", note="x"), event(1, 1, 1, id="o1", label="x")
+    found = set()
+    for events in (both, both[::-1]):
+        rows = rows_of(spark, *events, schema="id STRING, note STRING, label STRING").rows
+        found.add(_newest(rows.coalesce(1)).select("note", "label").collect()[0])
+    assert len(found) == 1
+
+
 def test_the_stated_order_decides(spark):
     pair = (event(1, 30, 1, note="later", seats=1), event(1, 10, 2, note="behind it", seats=9))
     for order, wanted in [("event_time", "later"), ("offset", "behind it"), ("seats", "behind it")]:
