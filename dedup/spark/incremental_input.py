@@ -16,7 +16,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import ArrayType, DataType, StructType
+from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRule, PartsRule, Path, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
@@ -24,7 +24,7 @@ from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
 from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal
-from dedup.spark.row_events import as_events
+from dedup.spark.row_events import as_events, quoted
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
@@ -32,6 +32,8 @@ from dedup.topology.model import Topology
 Pinned = Mapping[str, Any]
 _INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 _SHOWN: Final = 3
+_FILE: Final = "_dedup_file"
+_PATH: Final = "_dedup_path"
 
 
 @dataclass(frozen=True)
@@ -219,16 +221,45 @@ class NewVersions:
         if pinned["after"] < 0:
             return snapshot
         root = self._log().path
-        files = [literal(name if "://" in name else f"{root}/{name}") for name in self._appended(pinned)]
+        appended = {name if "://" in name else f"{root}/{name}": of for name, of in self._appended(pinned).items()}
+        by = self._detail()["partitionColumns"]
+        in_files = StructType([each for each in snapshot.schema.fields if each.name not in by])
         try:
-            reader = self.spark.read.options(**LOSSLESS).schema(snapshot.schema)
-            return reader.option("basePath", root).parquet(*files)
+            reader = self.spark.read.options(**LOSSLESS, recursiveFileLookup="true").schema(in_files)
+            return self._partitioned(reader.parquet(*map(literal, appended)), snapshot.schema, by, appended)
         except AnalysisException as error:
             raise StateIncompatible(
                 f"{self.place}: files that were appended after version {pinned['after']} are gone, because they were "
                 f"compacted and then deleted by VACUUM: {str(error).splitlines()[0]}. Nothing was changed. Judge "
                 f"everything again into another table (--out), and run at least once within VACUUM's retention."
             ) from error
+
+    def _partitioned(
+        self, rows: DataFrame, schema: StructType, by: Sequence[str], files: Mapping[str, Mapping[str, str | None]]
+    ) -> DataFrame:
+        """Append the partition columns ``by``, whose values are in Delta's log (``files``), to the rows of the files.
+
+        The paths need not show the values (`delta.randomizeFilePrefixes`), and show times in the time zone of whoever
+        wrote the file.
+        """
+        if not by:
+            return rows
+        jvm: Any = self.spark._jvm  # noqa: SLF001 - the only way to Spark's spelling of a path
+        path = jvm.org.apache.hadoop.fs.Path
+        # Delta writes null as an empty string, too.
+        values = [(path(file).toUri().toString(), *(of.get(name) or None for name in by)) for file, of in files.items()]
+        texts = [f"_dedup_value_{at}" for at in range(len(by))]
+        known = self.spark.createDataFrame(values, StructType([StructField(n, StringType()) for n in [_FILE, *texts]]))
+        found = rows.select("*", F.col("_metadata.file_path").alias(_PATH))
+        found = found.join(F.broadcast(known), F.col(_PATH) == F.col(_FILE), "left")
+        lost = F.raise_error(F.concat(F.lit("dedup does not find in Delta's log: "), F.col(_PATH)))
+        columns = []
+        for each in schema.fields:
+            column = F.col(quoted(each.name if each.name not in by else texts[by.index(each.name)]))
+            if each.name in by:
+                column = F.when(F.col(_FILE).isNull(), lost).otherwise(column).cast(each.dataType)
+            columns.append(column.alias(each.name, metadata=each.metadata))
+        return found.select(*columns)
 
     def _refuse_mapped(self, detail: Any) -> None:  # noqa: ANN401 - a row
         if detail["properties"].get("delta.columnMapping.mode", "none") != "none":
@@ -238,7 +269,8 @@ class NewVersions:
                 f"change feed and pass the rows as a DataFrame."
             )
 
-    def _appended(self, pinned: Pinned) -> list[str]:
+    def _appended(self, pinned: Pinned) -> dict[str, Mapping[str, str | None]]:
+        """Return the paths of the appended files, and the values of each file's partition columns as text."""
         # The list contains commits as unparsed text, because a commit may have added hundreds of thousands of files.
         commits = list(self._log().commits(pinned["after"]))
         lost = pinned["after"] + 1 + len(commits)
@@ -249,7 +281,7 @@ class NewVersions:
                 f"into another table (--out), and keep the history (delta.logRetentionDuration) for longer than the "
                 f"time between two runs."
             )
-        files: list[str] = []
+        files: dict[str, Mapping[str, str | None]] = {}
         for commit in reversed(commits):
             if commit.version > pinned["until"]:
                 break
@@ -260,8 +292,9 @@ class NewVersions:
                     f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything "
                     f"again into another table (--out)."
                 )
-            files += [unquote(each["add"]["path"]) for each in commit.actions() if _changes(each, "add")]
-        return sorted(files)
+            added = (each["add"] for each in commit.actions() if _changes(each, "add"))
+            files |= {unquote(each["path"]): each["partitionValues"] for each in added}
+        return dict(sorted(files.items()))
 
     def _log(self) -> DeltaLog:
         return DeltaLog(self.spark, self.place)

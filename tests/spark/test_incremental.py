@@ -472,6 +472,35 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
     assert {each["at"] for each in read} == {"10:00"}
 
 
+def test_times_that_partition_a_delta_table_are_those_of_its_log(spark, tmp_path):
+    """Paths contain times in the time zone of the session that wrote them."""
+    bronze, silver = str(tmp_path / "bronze [1]"), str(tmp_path / "silver")
+    zones = spark._jvm.java.util.TimeZone
+    utc = zones.getDefault()
+    columns = "id BIGINT, placed_ms BIGINT, hour TIMESTAMP, shop STRING, day DATE"
+    spark.sql(f"CREATE TABLE delta.`{bronze}` ({columns}) USING delta PARTITIONED BY (hour, shop, day)")
+    made = topology(
+        event_time={"field": "placed_ms", "unit": "ms"},
+        tracking_id={"parts": [{"field": "shop"}, {"field": "hour"}]},
+        guard_period="1h",
+    )
+    for number, verdict in enumerate(("unique", "duplicate")):
+        rows = f"SELECT {number}L, {BASE_MS + number}L, timestamp'2024-01-01T05:00:00Z', 'a/b c', date'2024-01-01'"
+        spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+        zones.setDefault(zones.getTimeZone("America/New_York"))
+        try:
+            spark.sql(f"INSERT INTO delta.`{bronze}` {rows}")
+        finally:
+            spark.conf.set("spark.sql.session.timeZone", "UTC")
+            zones.setDefault(utc)
+        source = NewVersions(spark, bronze, rows_are_events=True)
+        assert incremental(source, made, silver, now_ms=NOW_MS, say=quiet).verdicts == {verdict: 1}
+    found = [json.loads(row.value) for row in spark.read.format("delta").load(silver).collect()]
+    assert sorted((each["id"], each["hour"], each["shop"], each["day"]) for each in found) == [
+        (number, "2024-01-01T05:00:00.000Z", "a/b c", "2024-01-01") for number in range(2)
+    ]
+
+
 def test_a_first_run_whose_version_of_a_delta_table_was_vacuumed_begins_anew(spark, tmp_path, monkeypatch):
     bronze, silver = str(tmp_path / "bronze"), str(tmp_path / "silver")
     source = NewVersions(spark, bronze, rows_are_events=True)
