@@ -46,6 +46,7 @@ from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
 """The state's directory in the table's directory; Delta and `VACUUM` ignore names that begin with an underscore."""
+_RENEWED_AFTER_MS: Final = 24 * 3_600_000
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
@@ -54,7 +55,7 @@ record.
 """
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
-    | {"ADD CONSTRAINT", "DROP CONSTRAINT", "CLUSTER BY", "UPGRADE PROTOCOL"}
+    | {"ADD CONSTRAINT", "DROP CONSTRAINT", "CHANGE COLUMN", "CLUSTER BY", "UPGRADE PROTOCOL"}
 )
 """Delta operations that change no rows."""
 
@@ -174,7 +175,11 @@ def _attempted(
     if intent is None or not source.has(intent.pinned):
         pinned = source.pin(state.position)
         if pinned is None:
-            say(f"{topology.name}: {source.place} contains nothing new; nothing was written")
+            done = "nothing was written"
+            if last.run and table.is_due():
+                done, last = f"run {attempt.run} has no rows, and renews the position before Delta forgets it", attempt
+                table.renew(attempt, replace(state, position=source.idle_position(state.position)))
+            say(f"{topology.name}: {source.place} contains nothing new; {done}")
             return IncrementalReport(last.run, table.path, {}, 0, 0, "", 0, 0.0, fresh=False)
         if intent is not None:
             say(f"{topology.name}: {source.place} no longer has the input of the interrupted run, which begins anew")
@@ -326,6 +331,8 @@ class OutputTable:
         self.path: Final = self._log.path
         self._newest = -1
         """The table's latest version when `last_run` read the log."""
+        self._committed_ms = 0
+        """When the last run was committed."""
 
     def state_path(self, name: str) -> str:
         """Return the path of a file or directory in the state directory."""
@@ -380,7 +387,8 @@ class OutputTable:
             if found is None and restored is None and commit.operation not in _HARMLESS:
                 text = self._changed_text(commit) if last is None else self._overlap_text(str(commit), last)
                 raise StateIncompatible(text)
-            last = last or found
+            if found is not None and last is None:
+                last, self._committed_ms = found, commit.committed_ms
             at = commit.version - 1 if restored is None else restored
         return last
 
@@ -475,6 +483,19 @@ class OutputTable:
         """Write a run's intent to the state directory, and return the intent."""
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
+
+    def is_due(self) -> bool:
+        """Return whether the last run is so old that Delta may soon delete the commit that names it, or the input's
+        commits after its position (`delta.logRetentionDuration`).
+        """
+        return time.time() * 1000 - self._committed_ms >= _RENEWED_AFTER_MS
+
+    def renew(self, attempt: Attempt, state: RunState) -> None:
+        """Commit a run without rows, so that the table names the last run again."""
+        self.keep_state(attempt, state)
+        nothing = self._spark.read.format("delta").load(self.path).drop("run").limit(0)
+        self.commit(nothing, attempt, {})
+        self.forget_before(attempt.run, state.layers)
 
     def keep_state(self, attempt: Attempt, state: RunState) -> None:
         """Write the state of an attempt, which becomes the table's state when `commit` names the attempt."""

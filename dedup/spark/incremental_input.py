@@ -138,6 +138,10 @@ class NewFiles:
         files = {**before.get("files", {}), **pinned["files"]}
         return {**before, "files": files, "text_paths": pinned.get("text_paths", False)}
 
+    def idle_position(self, before: Pinned) -> Pinned:
+        """Return the position ``before``."""
+        return before
+
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Map the path of each file that Spark would read to its size and modification time in ms."""
         try:
@@ -215,6 +219,12 @@ class NewVersions:
         """Return the position ``before``, advanced to the last pinned version."""
         read = [pinned["table"], pinned["until"]]
         return {**before, "versions": {**before.get("versions", {}), self._log().path: read}}
+
+    def idle_position(self, before: Pinned) -> Pinned:
+        """Return the position ``before``, advanced to the latest version if no rows were appended after it."""
+        table, version = before["versions"][self._log().path]
+        pinned = {"table": table, "after": version, "until": self._log().latest()}
+        return before if self._appended(pinned) else self.position(pinned, before)
 
     def _table(self, pinned: Pinned) -> DataFrame:
         snapshot = self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.place)
@@ -346,6 +356,10 @@ class NewRows:
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
         """Return the position ``before`` with the pinned rows recorded as the last rows read."""
         return {**before, **pinned}
+
+    def idle_position(self, before: Pinned) -> Pinned:
+        """Return the position ``before``."""
+        return before
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame

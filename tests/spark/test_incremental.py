@@ -245,9 +245,39 @@ def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):
     spark.sql(f"RESTORE TABLE {table} TO VERSION AS OF 1")
     spark.sql(f"OPTIMIZE {table}")
     spark.sql(f"ALTER TABLE {table} ADD CONSTRAINT counted CHECK (run > 0)")
+    spark.sql(f"ALTER TABLE {table} ALTER COLUMN verdict COMMENT 'what dedup says'")
     assert again(spark, grown).run == 3
     assert spark.read.format("delta").load(str(silver)).groupBy("verdict").count().collect() != []
     assert sorted(verdicts_of(spark, silver)) == [(0, offset) for offset in range(6)]
+
+
+def test_delta_may_forget_old_commits_while_nothing_new_arrives(spark, tmp_path, monkeypatch):
+    """Maintenance goes on, and with each of its checkpoints Delta deletes commits that are 30 days old."""
+    tables = bronze, silver = str(tmp_path / "bronze"), str(tmp_path / "silver")
+
+    def judge():
+        source = NewVersions(spark, bronze, rows_are_events=True)
+        return incremental(source, of_columns(), silver, now_ms=NOW_MS, say=quiet)
+
+    def maintain():
+        for table in tables:
+            spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('delta.checkpointInterval' = '1')")
+
+    bronze_rows(spark, [1], [1]).write.format("delta").mode("append").save(bronze)
+    assert judge().run == 1
+    maintain()
+    for each in (file for table in tables for file in Path(table, "_delta_log").iterdir()):
+        os.utime(each, (each.stat().st_mtime - 40 * 86_400,) * 2)
+    assert (judge().run, judge().fresh) == (1, False)
+    monkeypatch.setattr("dedup.spark.incremental._RENEWED_AFTER_MS", 0)
+    renewed = judge()
+    assert (renewed.run, renewed.fresh, renewed.verdicts) == (2, False, {})
+    monkeypatch.undo()
+    maintain()
+    assert not any(Path(table, "_delta_log", f"{0:020}.json").exists() for table in tables)
+    assert (judge().run, judge().fresh) == (2, False)
+    bronze_rows(spark, [1, 2], [2, 2]).write.format("delta").mode("append").save(bronze)
+    assert judge().verdicts == {"duplicate": 1, "unique": 1}
 
 
 def test_a_table_restored_to_an_earlier_run_is_refused(spark, grown):
