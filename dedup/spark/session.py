@@ -49,6 +49,7 @@ _REFUSED: Final = re.compile(
 _NO_ARRIVAL: Final = re.compile(
     rf"USER_RAISED_EXCEPTION\] ({re.escape(NO_ARRIVAL)} .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
+_NO_FILE_SYSTEM: Final = re.compile(r'No FileSystem for scheme "([\w.+-]+)"')
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
@@ -139,6 +140,16 @@ class PicklableSettings:
         return settings
 
 
+def _without_file_system(text: str) -> SettingsError | None:
+    """Return the error for a path whose scheme no file system serves, or None if the error ``text`` is another one."""
+    found = _NO_FILE_SYSTEM.search(text)
+    if found is None:
+        return None
+    remedy = "write s3a:" if found[1] in {"s3", "s3n"} else "add its connector to the session, with --conf spark.jars="
+    text = f"is a file system that this Spark session does not have; {remedy}"
+    return SettingsError([Problem(f"{found[1]}://", text)])
+
+
 class HadoopDirectory:
     """A directory of text files on any file system that Hadoop supports; methods accept and return Hadoop paths."""
 
@@ -147,7 +158,13 @@ class HadoopDirectory:
         self._jvm: Final = jvm
         self.path: Final[Any] = jvm.org.apache.hadoop.fs.Path(path)
         conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
-        self.files: Final[Any] = self.path.getFileSystem(conf)
+        try:
+            self.files: Final[Any] = self.path.getFileSystem(conf)
+        except Py4JJavaError as error:
+            missing = _without_file_system(str(error))
+            if missing is None:
+                raise
+            raise missing from error
 
     @property
     def absolute(self) -> str:
@@ -283,6 +300,9 @@ def translated_errors() -> Iterator[None]:
         ours = raised_by_dedup(text)
         if ours is not None:
             raise ours from error
+        missing = _without_file_system(text)
+        if missing is not None:
+            raise missing from error
         created = _NO_ARRIVAL.search(text)
         if created is not None:
             raise StateIncompatible(created[1]) from error

@@ -26,16 +26,17 @@ from itertools import count, takewhile
 from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.spark.session import HadoopDirectory
 
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
 CONFLICT: Final = re.compile(
     r"DELTA_(METADATA|PROTOCOL)_CHANGED|DELTA_CONCURRENT_|(MetadataChanged|Concurrent\w+)Exception"
 )
+_VIOLATED: Final = re.compile(r"\[DELTA_\w*CONSTRAINT\w*\] [^\n]*")
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 _BRANCH: Final = re.compile("dedup_[0-9a-f]{32}")
 _NUMBERED: Final = 2
@@ -43,6 +44,7 @@ _NUMBERED: Final = 2
 _APPLICATION: Final = "dedup-application"
 _NUMBER: Final = "dedup-number"
 _METADATA: Final = "dedup"
+_SHOWN: Final = 200
 _ATTEMPTS: Final = 5
 """Maximum number of attempts to append while other jobs, such as a compaction, commit to the table."""
 
@@ -98,6 +100,19 @@ def metadata_object(metadata: str | None) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) and "dedup" in found else {}
+
+
+def unfit(path: str, system: str, error: Exception) -> StateIncompatible | None:
+    """Return the error for rows that do not fit into the table at ``path``, because they have other columns or violate
+    a constraint, or None if ``error`` has another cause.
+    """
+    violated = _VIOLATED.search(str(error))
+    if violated is None and not isinstance(error, AnalysisException):
+        return None
+    said = " ".join((str(error).partition(";\n")[0] if violated is None else violated[0]).split())
+    return StateIncompatible(
+        f"{path}: {system} says: {said} Nothing was written. Fix the cause and run the command again."
+    )
 
 
 class DeltaLog:
@@ -177,7 +192,10 @@ class DeltaLog:
                 f"written. Try again."
             ) from failed
         if failed is not None:
-            raise failed
+            refused = unfit(self.path, "Delta", failed)
+            if refused is None:
+                raise failed
+            raise refused from failed
         if not since and self.latest() != after:
             raise StateIncompatible(
                 f"commit {number} of {self.path} cannot be confirmed: version {after + 1} is missing from the table's "
@@ -255,10 +273,15 @@ class IcebergLog:
         """Return the table, or None if the table does not exist. Raises StateIncompatible if the table has Iceberg
         format version 1.
         """
-        if not self._spark.catalog.tableExists(self.table):
-            return None
         jvm: Any = self._spark._jvm  # noqa: SLF001
-        found = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(self._spark._jsparkSession, self.table)  # noqa: SLF001
+        try:
+            if not self._spark.catalog.tableExists(self.table):
+                return None
+            found = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(self._spark._jsparkSession, self.table)  # noqa: SLF001
+        except (AnalysisException, IllegalArgumentException) as error:
+            said = " ".join(str(error).split())[:_SHOWN]
+            text = f"is not an Iceberg table, or its catalog is not configured (spark.sql.catalog.NAME): {said}"
+            raise SettingsError([Problem(self.path, text)]) from error
         found.refresh()
         if jvm.org.apache.iceberg.TableUtil.formatVersion(found) < _NUMBERED:
             raise StateIncompatible(
@@ -298,7 +321,10 @@ class IcebergLog:
             # Changed properties and expired snapshots are conflicts, too, although they do not move `main`.
             conflict = "CommitFailedException" in str(failed)
             if failed is not None and not conflict and self.latest() == examined[0].version:
-                raise failed
+                refused = unfit(self.path, "Iceberg", failed)
+                if refused is None:
+                    raise failed
+                raise refused from failed
         raise BrokerUnavailable(
             f"{self.path}: other jobs have committed to the table during each of {_ATTEMPTS} attempts to append. "
             f"Nothing was written. Try again when they are done."
@@ -319,7 +345,13 @@ class IcebergLog:
                 if self._loaded() is None:
                     raise
         if self.latest() < 0:
-            nothing.writeTo(self.table).append()
+            try:
+                nothing.writeTo(self.table).append()
+            except AnalysisException as error:
+                refused = unfit(self.path, "Iceberg", error)
+                if refused is None:
+                    raise
+                raise refused from error
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
         """Append the rows after the snapshot ``head``, and return any error; the append might have succeeded despite

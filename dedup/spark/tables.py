@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 
 import pyarrow as pa
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
@@ -39,7 +39,7 @@ from dedup.spark.json_digits import inexact
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.row_events import quoted
 from dedup.spark.session import described
-from dedup.spark.table_log import CONFLICT, DeltaLog
+from dedup.spark.table_log import CONFLICT, DeltaLog, unfit
 from dedup.topology.model import SinkColumn, Topology
 from dedup.topology.schema import ColumnType
 from dedup.verify.kafka_reader import KafkaReader
@@ -168,6 +168,8 @@ _SQLITE: Final = Dialect(
     own_columns="SELECT name FROM pragma_table_xinfo('{name}', '{schema}') WHERE dflt_value IS NOT NULL OR hidden <> 0",
     one_writer=True,
 )
+_BY_TASK: Final = re.compile(r"\bP?SQL\w*Exception: ([^\n]*)")
+"""Matches what a database said to a Spark task."""
 _NUMERIC: Final = 2
 _JDBC_TYPES: Final = {12: "VARCHAR", -5: "BIGINT", 4: "INTEGER", 8: "DOUBLE", 91: "DATE"}
 """The names of `java.sql.Types` of text, numbers, and dates."""
@@ -416,12 +418,10 @@ def _explained_by_delta(path: str) -> Iterator[None]:
             raise BrokerUnavailable(
                 f"{path}: another job changed the table at the same time. Nothing was written. Run the command again."
             ) from error
-        if not isinstance(error, AnalysisException):
+        refused = unfit(path, "Delta", error)
+        if refused is None:
             raise
-        said = " ".join(str(error).partition(";\n")[0].split())
-        raise StateIncompatible(
-            f"{path}: Delta says: {said} Nothing was written. Fix the cause and run the command again."
-        ) from error
+        raise refused from error
 
 
 def _types(schema: t.StructType) -> dict[str, str]:
@@ -511,7 +511,8 @@ def upsert_jdbc(found: TableRows, to: Jdbc) -> int:
             try:
                 _refuse_other_table(connection, to, staging, source.schema, _column_of(found.order))
                 part = source.coalesce(1) if to.dialect.one_writer else source
-                part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
+                with _explained(to.table, _BY_TASK):
+                    part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
                 return _move(connection, staging, to.table, move, expected)
             finally:
                 _execute(connection, f"DROP TABLE {staging}")
@@ -567,12 +568,20 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Inside the ``with`` block, turn database errors into StateIncompatible."""
+def _explained(what: str, among: re.Pattern[str] | None = None) -> Iterator[None]:
+    """Inside the ``with`` block, turn database errors into StateIncompatible.
+
+    If ``among`` is given, only errors whose text contains it are database errors.
+    """
     try:
         yield
     except Py4JJavaError as error:
         said = str(error.java_exception.getMessage()).splitlines()[0]
+        if among is not None:
+            found = among.search(str(error))
+            if found is None:
+                raise
+            said = found[1]
         raise StateIncompatible(
             f"{what}: the database says: {said}. The table was not touched. Fix the cause and run the command again."
         ) from error

@@ -519,5 +519,16 @@ def test_the_database_says_why_in_a_sentence(spark, tmp_path):
         upsert_jdbc(rows, Jdbc("jdbc:mysql://h/d", "orders"))
 
 
+def test_a_row_that_the_table_does_not_take_is_told_in_a_sentence(spark, tmp_path, postgres):
+    to = Jdbc(postgres.url, "nul", USER, postgres.password)
+    with pytest.raises(StateIncompatible, match=r"nul: the database says: ERROR: invalid byte sequence .*not touched"):
+        upsert_jdbc(rows_of(spark, event(1, 1, 1, note="a\x00b")), to)
+    path = str(tmp_path / "delta")
+    upsert_delta(rows_of(spark, event(1, 1, 1, note="a")), path)
+    spark.sql(f"ALTER TABLE delta.`{path}` ADD CONSTRAINT noted CHECK (note IS NOT NULL)")
+    with pytest.raises(StateIncompatible, match=r"Delta says: .*CHECK constraint noted .*Nothing was written"):
+        upsert_delta(rows_of(spark, event(2, 1, 2)), path)
+
+
 def test_the_order_columns_are_those_that_are_documented():
     assert ORDER == ("order_value", "order_partition", "order_offset")
