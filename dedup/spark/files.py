@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, IllegalArgumentException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import BinaryType, NullType, StringType, StructField, StructType
@@ -34,7 +34,7 @@ from dedup.spark.input_files import reader_options
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
-from dedup.spark.row_events import as_events
+from dedup.spark.row_events import as_events, quoted, same_ids
 from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -171,7 +171,7 @@ def read_files(
             found = _latest_of_tables(spark, paths, fmt)
         else:
             found = _table_of_files(spark, paths, fmt, place, base, text_paths=text_paths)
-    except AnalysisException as error:
+    except (AnalysisException, IllegalArgumentException) as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
     return _history(found, fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
@@ -232,9 +232,25 @@ def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat
         _delta_version(spark, DeltaLog(spark, name).table, []) if delta else _pinned_table(spark, name)
         for name in names
     ]
+    _refuse_other_types(names, [each.table.schema for each in pinned])
     table = reduce(DataFrame.unionByName, (each.table for each in pinned))
     of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
     return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
+
+
+def _refuse_other_types(names: Sequence[str], schemas: Sequence[StructType]) -> None:
+    """Raise SettingsError if a column has another type than in the first table, because Spark would cast the values of
+    one table, and 1 and '1' are different IDs.
+    """
+    first, *others = ({each.name.lower(): each.dataType.simpleString() for each in of.fields} for of in schemas)
+    problems = [
+        Problem(name, f"column `{column}` is {kind}, but {first[column]} in {names[0]}: read the tables separately")
+        for name, columns in zip(names[1:], others, strict=True)
+        for column, kind in columns.items()
+        if not same_ids(first.get(column, kind), kind)
+    ]
+    if problems:
+        raise SettingsError(problems)
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
@@ -250,12 +266,16 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
         case "iceberg":
             jvm: Any = spark._jvm  # noqa: SLF001 - Iceberg has no SQL for the ID of a table
             of_iceberg = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, name)  # noqa: SLF001
+            # The catalog of a session that reads the table again and again keeps its first snapshot.
+            of_iceberg.refresh()
             snapshot = of_iceberg.currentSnapshot()
             if snapshot is None:
                 text = "is an Iceberg table without a snapshot: nothing has been written to it"
                 raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:
+            # A session keeps the list of a table's files, and would not see files that other jobs have added.
+            spark.catalog.refreshTable(name)
             table = spark.table(name)
             if not table.inputFiles():
                 text = "has no files: it is empty, or it is not a Delta, Iceberg or file table; convert it to one"

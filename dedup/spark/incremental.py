@@ -36,9 +36,11 @@ from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import Problem, StateIncompatible, TopologyError
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Shuffled, balanced, mode_of, shuffled
 from dedup.spark.files import LOSSLESS, History
-from dedup.spark.incremental_input import GrowingInput, id_types, same_ids
+from dedup.spark.incremental_input import GrowingInput, id_types
+from dedup.spark.input_files import literal
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
 from dedup.spark.reduce_side import layer_rows
+from dedup.spark.row_events import same_ids
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 from dedup.spark.table_log import DeltaLog, TableCommit, metadata_object
@@ -279,7 +281,7 @@ class _Run:
         places = [self.table.state_path(layer.path) for layer in layers]
         expected = sum(layer.rows for layer in layers)
         try:
-            rows = self.source.spark.read.options(**LOSSLESS).schema(LAYER).parquet(*places)
+            rows = self.source.spark.read.options(**LOSSLESS).schema(LAYER).parquet(*map(literal, places))
             found = rows.agg(F.sum("rows")).first()
         except AnalysisException as error:
             found, cause = None, str(error).splitlines()[0]
@@ -307,7 +309,7 @@ class _Run:
         left = verdicts.packed.mapInArrow(write, LAYER)
         # The values are already compressed.
         left.write.option("compression", "none").parquet(self.table.state_path(name))
-        written = self.source.spark.read.schema(LAYER).parquet(self.table.state_path(name))
+        written = self.source.spark.read.schema(LAYER).parquet(literal(self.table.state_path(name)))
         found = written.select("rows", "newest_ms", "report").collect()
         counts: Counter[str] = Counter()
         ends = self.state.ends

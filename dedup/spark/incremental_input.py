@@ -30,7 +30,6 @@ from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
-_INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 _SHOWN: Final = 3
 _FILE: Final = "_dedup_file"
 _PATH: Final = "_dedup_path"
@@ -388,11 +387,6 @@ def _columns_in(directories: Sequence[str]) -> tuple[tuple[str, ...], tuple[str,
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def same_ids(before: str, now: str) -> bool:
-    """Return whether equal values of two column types make equal tracking IDs."""
-    return before == now or {before, now} <= _INTEGERS
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:

@@ -65,6 +65,7 @@ _BYTES: Final = "ISO-8859-1"
 _BARE: Final = "\u0100"
 """Encloses text that stands in JSON without quotes. No text in the encoding `_BYTES` contains this character."""
 _MOST_NAMES: Final = 20
+_INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 
 
 def quoted(name: str) -> str:
@@ -179,6 +180,11 @@ def _is_odd(column: Column, kind: DataType) -> Column:
             return keys | F.exists(F.map_values(column), lambda each: _is_odd(each, kind.valueType))
         case _:
             return F.lit(False)  # noqa: FBT003 - a column
+
+
+def same_ids(before: str, now: str) -> bool:
+    """Return whether equal values of two column types make equal tracking IDs."""
+    return before == now or {before, now} <= _INTEGERS
 
 
 def not_for_python(schema: StructType) -> Iterator[Problem]:

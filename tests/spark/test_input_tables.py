@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
+from dedup.spark.table_log import IcebergLog
 from tests.spark.streaming import FAST_JAVA, NEEDS_ICEBERG
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, verdicts_at, write
 
@@ -99,6 +100,67 @@ def test_directories_that_are_all_null_make_a_column_of_text(spark, tmp_path):
     history = read_files(spark, [str(tmp_path / "log")], "parquet")
     report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert {row["day"] for row in spark.read.parquet(report.path).collect()} == {None}
+
+
+@NEEDS_ICEBERG
+def test_a_table_that_a_sink_cannot_use_is_told_in_a_sentence(spark, shop):
+    """What a user gets who forgets to configure the catalog, names another table, or made it with other columns."""
+    spark.sql("CREATE TABLE shop.of_delta (a INT) USING delta")
+    for name in ("nolake.shop.orders", "shop.of_delta"):
+        with pytest.raises(SettingsError, match=f"{name}: is not an Iceberg table, or its catalog is not configured"):
+            IcebergLog(spark, name).latest()
+    spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    spark.sql("CREATE TABLE lake.shop.narrow (a INT) USING iceberg")
+    rows = spark.createDataFrame([("k", "v")], "key string, other string")
+    with pytest.raises(StateIncompatible, match=r"narrow: Iceberg says: .*Nothing was written"):
+        IcebergLog(spark, "lake.shop.narrow").append(rows, "sink", 1, "{}", after=-1, taken="taken")
+    spark.sql("DROP TABLE lake.shop.narrow")
+
+
+def test_a_session_sees_the_files_that_other_jobs_add_to_a_table(spark, shop, tmp_path):
+    write(tmp_path / "orders" / "0.parquet", LOG[:2])
+    spark.sql(f"CREATE TABLE shop.orders USING parquet LOCATION '{tmp_path}/orders'")
+    spark.sql("CREATE VIEW shop.some AS SELECT * FROM shop.orders")
+    names = ["shop.orders", "shop.some"]
+    assert [read_files(spark, [name], "table").records.count() for name in names] == [2, 2]
+    write(tmp_path / "orders" / "1.parquet", LOG[2:])
+    assert [read_files(spark, [name], "table").records.count() for name in names] == [len(LOG)] * 2
+    spark.sql("DROP VIEW shop.some")
+
+
+@NEEDS_ICEBERG
+def test_a_session_sees_what_other_jobs_commit_to_an_iceberg_table(spark):
+    spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    spark.sql("""CREATE TABLE lake.shop.stale USING iceberg AS SELECT '{"id":1}' AS value""")
+    assert read_files(spark, ["lake.shop.stale"], "table").records.count() == 1
+    iceberg, conf = spark._jvm.org.apache.iceberg, spark._jsparkSession.sessionState().newHadoopConf()
+    place = iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, "lake.shop.stale").location()
+    other = iceberg.hadoop.HadoopTables(conf).load(place)
+    other.newDelete().deleteFromRowFilter(iceberg.expressions.Expressions.alwaysTrue()).commit()
+    assert read_files(spark, ["lake.shop.stale"], "table").records.count() == 0
+    spark.sql("DROP TABLE lake.shop.stale")
+
+
+def test_tables_whose_columns_have_other_types_are_refused(spark, tmp_path):
+    """Spark would make one type of both: '007' would become 7, and a long decimal would be rounded."""
+    for name, kind in (("a", "INT"), ("b", "BIGINT"), ("c", "STRING")):
+        rows = spark.sql(f"SELECT CAST('7' AS {kind}) AS id, 5L AS at")
+        rows.write.format("delta").save(str(tmp_path / name))
+    paths = [str(tmp_path / name) for name in "abc"]
+    assert read_files(spark, paths[:2], "delta", rows_are_events=True).records.count() == 2
+    with pytest.raises(SettingsError, match=r"/c: column `id` is string, but int in .*/a: read the tables separately"):
+        read_files(spark, paths, "delta", rows_are_events=True)
+
+
+@NEEDS_ICEBERG
+def test_a_branch_of_an_iceberg_table_is_refused_in_a_sentence(spark):
+    spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    spark.sql("""CREATE TABLE lake.shop.branched USING iceberg AS SELECT '{"id":1}' AS value""")
+    loaded = spark._jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, "lake.shop.branched")
+    loaded.manageSnapshots().createBranch("audit", loaded.currentSnapshot().snapshotId()).commit()
+    with pytest.raises(SettingsError, match=r"branch_audit: cannot be read as table: "):
+        read_files(spark, ["lake.shop.branched.branch_audit"], "table")
+    spark.sql("DROP TABLE lake.shop.branched")
 
 
 @NEEDS_ICEBERG
