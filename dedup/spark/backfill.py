@@ -38,6 +38,7 @@ from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompati
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of, history_of, judging, mode_of
 from dedup.spark.columns import Batches
 from dedup.spark.files import History
+from dedup.spark.input_files import literal
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
 from dedup.spark.table_log import DeltaLog, unfit
@@ -108,7 +109,7 @@ def backfill(
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     began_s = time.monotonic()
     source = history if isinstance(history, History) else history_of(history, identified=True)
-    if fmt == "delta" and "run" in source.records.columns:
+    if fmt == "delta" and "run" in map(str.lower, source.records.columns):
         raise SettingsError([Problem("column run", "is a column that --out-format delta adds; rename or drop it")])
     mode = mode_of(topology, source)
     # Unlike the state, verdicts also depend on the policies.
@@ -194,7 +195,7 @@ class RunDirectory:
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         try:
             self._write_attempt(attempt, verdicts)
-            made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))
+            made = report(self._spark.read.schema(verdicts.schema).parquet(literal(str(attempt))))
             manifest = listed(self._spark, attempt, verdicts.schema)
         except Exception as error:
             self._delete(attempt)

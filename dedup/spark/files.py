@@ -193,6 +193,10 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
         events, table = table.schema, table.select(as_events(table).alias("value"))
         records = as_records(table, place=place, by_arrival=by_arrival)
     else:
+        dotted = [name for name in found.of_path if "." in name or "`" in name]
+        if dotted:
+            text = f"has the column `{dotted[0]}`, which Spark cannot pass to Python because of the dot; rename it"
+            raise SettingsError([Problem(place, text)])
         records = as_records(table, place=place, others=found.of_path, by_arrival=by_arrival)
         # Tasks that read the files themselves would not check the timestamps' types.
         if fmt == "parquet" and not found.of_path and not by_arrival:
@@ -357,7 +361,8 @@ def _table_of_files(
     lines = lines if schema == lines.schema else reader.schema(schema).text(list(paths))
     # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
-    return _of_files(lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path)
+    names = list(map(quoted, of_path))
+    return _of_files(lines.select(row.alias("row"), *names).select("row.*", *names), of_path)
 
 
 def _with_path_types(schema: StructType, of_path: Sequence[str], *, as_text: bool) -> StructType:

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from pyspark.sql.types import StructType
 
 from dedup.errors import Problem, SettingsError
-from dedup.spark.input_files import PATTERN
+from dedup.spark.input_files import PATTERN, literal
 from dedup.spark.session import HadoopDirectory
 
 REPORT: Final = "_run.json"
@@ -49,7 +49,7 @@ def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # no
 def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManifest:  # noqa: ANN401
     """Return a manifest of all files that a finished job wrote to ``directory``."""
     name = directory.getName()
-    files = spark.read.schema(schema).parquet(str(directory)).inputFiles()
+    files = spark.read.schema(schema).parquet(literal(str(directory))).inputFiles()
     return RunManifest(name, tuple(sorted(file.rpartition(f"/{name}/")[2] for file in files)), schema.json())
 
 
@@ -65,7 +65,7 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
         raise SettingsError([Problem(path, f"has no run {run}; `dedup spark backfill --run {run}` publishes it")])
     manifest = _manifest_in(report)
     if manifest is None and root.files.exists(report_path(root, run, renamed=True)):
-        return spark.read.parquet(str(root.at(f"run={run}")))
+        return spark.read.parquet(literal(str(root.at(f"run={run}"))))
     if manifest is None:
         return spark.read.format("delta").load(path).where(F.col("run") == run).drop("run")
     schema = StructType.fromJson(json.loads(manifest.schema))
@@ -75,7 +75,7 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
             *(name for name in schema.names if name != "verdict"), "verdict"
         )
     base = root.at(manifest.directory)
-    files = [str(root.at(file, base)) for file in manifest.files]
+    files = [literal(str(root.at(file, base))) for file in manifest.files]
     try:
         return spark.read.schema(schema).option("basePath", str(base)).parquet(*files)
     except AnalysisException as error:

@@ -31,6 +31,7 @@ from dedup.kafka.connection import Connection
 from dedup.settings import Secret, Settings, Web
 from dedup.spark import worker_daemon
 from dedup.spark.columns import NO_ARRIVAL
+from dedup.spark.map_side import MOST_REDUCERS
 from dedup.spark.spark_jars import Package, jars_for, release_of
 from dedup.topology.model import Topology
 
@@ -245,7 +246,7 @@ def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: b
         yield
         return
     busy = min(spark.sparkContext.defaultParallelism, -(-size_bytes // _SMALL_BYTES))
-    count = max(1, busy, -(-size_bytes // _PARTITION_BYTES))
+    count = min(MOST_REDUCERS, max(1, busy, -(-size_bytes // _PARTITION_BYTES)))
     spark.conf.set(_SHUFFLE_PARTITIONS, str(1 << (count - 1).bit_length() if power_of_two else count))
     try:
         yield

@@ -21,7 +21,11 @@ from dedup.spark.batch_verdicts import judged
 from dedup.spark.columns import RECORDS
 from dedup.spark.dataframe import dedup
 from dedup.spark.files import History, read_files
-from dedup.spark.session import shuffle_partitions, shuffles_for
+from dedup.spark.incremental import incremental
+from dedup.spark.incremental_input import NewFiles
+from dedup.spark.manifest import read_run
+from dedup.spark.session import shuffle_partitions, shuffles_for, translated_errors
+from dedup.spark.table_log import DeltaLog
 from dedup.topology.parse import parse
 
 NOW_MS = 1_800_000_000_000
@@ -344,6 +348,38 @@ def test_ids_of_every_type_and_times_out_of_range(spark, tmp_path):
     ]
 
 
+def test_a_place_of_verdicts_may_look_like_a_pattern(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    out = str(tmp_path / "out [may] {1}")
+    backfill(read_files(spark, [str(tmp_path / "in")], "parquet"), topology(), out, now_ms=NOW_MS)
+    assert read_run(spark, out).count() == len(LOG)
+    for number in range(2):
+        write(tmp_path / "bronze" / f"{number}.parquet", LOG[3 * number : 3 * number + 3])
+        source = NewFiles(spark, [str(tmp_path / "bronze")], "parquet")
+        assert incremental(source, topology(), f"{out} silver", now_ms=NOW_MS).new_rows == 3
+
+
+def test_a_file_system_that_the_session_lacks_is_named(spark):
+    with pytest.raises(SettingsError, match=r"s3://: is a file .* not have; write s3a:"), translated_errors():
+        read_files(spark, ["s3://bucket/in"], "parquet")
+    with pytest.raises(SettingsError, match=r"gs://: is a file system that this .* add its connector"):
+        RunDirectory(spark, "gs://bucket/out", "backfill", "parquet")
+
+
+def test_rows_that_do_not_fit_into_a_delta_table_are_told_in_a_sentence(spark, tmp_path):
+    out = str(tmp_path / "out")
+    write(tmp_path / "in" / "a.parquet", LOG)
+    backfill(read_files(spark, [str(tmp_path / "in")], "parquet"), topology(), out, now_ms=NOW_MS, fmt="delta")
+    (tmp_path / "days" / "day=1").mkdir(parents=True)
+    write(tmp_path / "days" / "day=1" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "days")], "parquet")
+    with pytest.raises(StateIncompatible, match=r"out: Delta says: .*Nothing was written"):
+        backfill(history, topology(), out, run="june", now_ms=NOW_MS, fmt="delta")
+    rows = spark.createDataFrame([("k", "v")], "key string, other string")
+    with pytest.raises(StateIncompatible, match=r"out: Delta says: .*Nothing was written"):
+        DeltaLog(spark, out).append(rows, "sink", 1, "{}", after=0, taken="taken")
+
+
 def test_a_policy_that_says_fail_ends_the_job_with_the_record(spark, tmp_path):
     write(tmp_path / "in" / "a.parquet", [*LOG[:1], (b"{}", 1, 0, 1)])
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
@@ -405,7 +441,7 @@ def test_a_small_input_is_one_task_and_one_file_of_each_verdict(spark, tmp_path)
 
 @pytest.mark.usefixtures("no_partitions_set")
 @pytest.mark.parametrize(
-    ("size_bytes", "partitions"), [(0, 1), (100_000, 1), (30 << 20, 2), (5 << 30, 160), (None, 200)]
+    ("size_bytes", "partitions"), [(0, 1), (100_000, 1), (30 << 20, 2), (5 << 30, 160), (3 << 40, 65_536), (None, 200)]
 )
 def test_shuffle_partitions_follow_the_size_of_the_input(spark, size_bytes, partitions):
     with shuffles_for(spark, size_bytes):
@@ -467,6 +503,30 @@ def test_columns_in_the_paths_of_lines_are_kept_and_never_mistaken_for_those_of_
     assert (bytes(row["value"]), row["shop"]) == (b'{"id":1}', "north")
     with pytest.raises(SettingsError, match="the paths have a column `topic`"):
         read_files(spark, [str(tmp_path / "topic")], fmt)
+
+
+@pytest.mark.parametrize("fmt", ["parquet", "json"])
+def test_a_column_in_the_paths_with_a_dot_in_its_name_is_refused(spark, tmp_path, fmt):
+    place = tmp_path / "in" / "event.day=2026-01-31"
+    place.mkdir(parents=True)
+    if fmt == "parquet":
+        write(place / "a.parquet", LOG, placed=False)
+    else:
+        (place / "a.json").write_bytes(LOG[0][0])
+    with pytest.raises(SettingsError, match=r"in: has the column `event\.day`, which Spark cannot pass to Python"):
+        read_files(spark, [str(tmp_path / "in")], fmt)
+    if fmt == "parquet":
+        events = read_files(spark, [str(tmp_path / "in")], fmt, rows_are_events=True).records
+        assert all(b'"event.day":"2026-01-31"' in row["value"] for row in events.collect())
+
+
+@pytest.mark.parametrize(("name", "out"), [("Topic", "parquet"), ("Reason", "parquet"), ("Run", "delta")])
+def test_a_column_in_the_paths_that_differs_only_in_case_is_refused(spark, tmp_path, name, out):
+    (tmp_path / "in" / f"{name}=x").mkdir(parents=True)
+    write(tmp_path / "in" / f"{name}=x" / "a.parquet", LOG, placed=name != "Topic")
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    with pytest.raises((TopologyError, SettingsError), match=r"(?i)column \w+: is a column that .* adds"):
+        backfill(history, topology(), str(tmp_path / "out"), fmt=out, now_ms=NOW_MS)
 
 
 def test_a_column_in_the_paths_that_dedup_adds_is_refused(spark, tmp_path):
