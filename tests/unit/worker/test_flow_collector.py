@@ -192,7 +192,7 @@ def test_a_refused_batch_of_one_record_s_outputs_is_tried_again_and_condemns_it_
 def test_a_batch_that_is_judged_in_pieces_calls_the_flow_once_for_each_record(topology):
     """Was: with four failures in a batch the flow ran nearly twice, and its time was counted anew for each piece."""
     body = """
-    globals().setdefault("CALLS", []).append(value["id"])
+    globals().setdefault("CALLS_OF_FLOW", []).append(value["id"])
     if value["id"] < 4:
         raise ValueError
     yield record
@@ -201,5 +201,5 @@ def test_a_batch_that_is_judged_in_pieces_calls_the_flow_once_for_each_record(to
         driver.feed(*({"id": number} for number in range(300)))
         assert driver.verdicts == {"unique": 296, "dead_letter": 4}
         assert len(driver.read_output()) == 296
-    (calls,) = [each.CALLS for each in list(sys.modules.values()) if getattr(each, "CALLS", None)]
+    (calls,) = [each.CALLS_OF_FLOW for each in list(sys.modules.values()) if getattr(each, "CALLS_OF_FLOW", None)]
     assert sorted(calls) == list(range(300))
