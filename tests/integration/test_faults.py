@@ -138,6 +138,7 @@ def test_the_end_of_a_transaction_may_be_deleted_once_all_is_judged(job: Job, *,
     topic = job.topology.source.topics[0]
     job.send(workload(41, 200), transactional_id=f"{job.name}-x")
     job.send(workload(42, 200), transactional_id=f"{job.name}-x", commit=commit)
+    job.admin.until_visible(topic)
     worker, end = job.start(), job.admin.end_offsets(topic)
     until(lambda: job.committed() == end, lambda: f"all up to {end} is committed: {job.committed()}\n{worker.log}")
     assert worker.stop() == 0, worker.log
