@@ -154,7 +154,8 @@ class NumberedRows:
         if nulls:
             raise self._unfit(f"{' or '.join(self._order)} of {nulls} rows is null; exclude these rows with WHERE")
         if most is None:
-            self._refuse(_restarted(connection, self._spec, self._at[0]) if self._at else iter(()))
+            if self._at:
+                self._refuse(_restarted(connection, self._spec, self._at[0]))
             return False
         if not isinstance(most, int):
             raise self._unfit(f"{self._spec.column} contains a value that is not an integer; correct that row")

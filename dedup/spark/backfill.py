@@ -29,7 +29,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
@@ -41,7 +40,7 @@ from dedup.spark.files import History
 from dedup.spark.input_files import literal
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
-from dedup.spark.table_log import DeltaLog, unfit
+from dedup.spark.table_log import DeltaLog, refusing_unfit_rows
 from dedup.topology.model import Topology
 
 OutputFormat = Literal["parquet", "delta"]
@@ -292,13 +291,8 @@ class RunDirectory:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The commit to the table publishes the run. A second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
-        try:
+        with refusing_unfit_rows(self.path, "Delta"):
             writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
-        except (AnalysisException, Py4JJavaError) as error:
-            refused = unfit(self.path, "Delta", error)
-            if refused is None:
-                raise
-            raise refused from error
         table = self._spark.read.format("delta").load(self.path)
         try:
             made = report(table.where(F.col("run") == self._run))

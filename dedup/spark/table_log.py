@@ -16,6 +16,7 @@ belongs to the same application; otherwise, `append` starts over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -102,17 +103,21 @@ def metadata_object(metadata: str | None) -> Mapping[str, Any]:
     return found if isinstance(found, dict) and "dedup" in found else {}
 
 
-def unfit(path: str, system: str, error: Exception) -> StateIncompatible | None:
-    """Return the error for rows that do not fit into the table at ``path``, because they have other columns or violate
-    a constraint, or None if ``error`` has another cause.
+@contextlib.contextmanager
+def refusing_unfit_rows(path: str, system: str) -> Iterator[None]:
+    """Inside the ``with`` block, raise StateIncompatible if rows do not fit into the table at ``path``, because they
+    have other columns or violate a constraint. Errors with another cause stay as they are.
     """
-    violated = _VIOLATED.search(str(error))
-    if violated is None and not isinstance(error, AnalysisException):
-        return None
-    said = " ".join((str(error).partition(";\n")[0] if violated is None else violated[0]).split())
-    return StateIncompatible(
-        f"{path}: {system} says: {said} Nothing was written. Fix the cause and run the command again."
-    )
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        violated = _VIOLATED.search(str(error))
+        if violated is None and not isinstance(error, AnalysisException):
+            raise
+        said = " ".join((str(error).partition(";\n")[0] if violated is None else violated[0]).split())
+        raise StateIncompatible(
+            f"{path}: {system} says: {said} Nothing was written. Fix the cause and run the command again."
+        ) from error
 
 
 class DeltaLog:
@@ -192,10 +197,8 @@ class DeltaLog:
                 f"written. Try again."
             ) from failed
         if failed is not None:
-            refused = unfit(self.path, "Delta", failed)
-            if refused is None:
+            with refusing_unfit_rows(self.path, "Delta"):
                 raise failed
-            raise refused from failed
         if not since and self.latest() != after:
             raise StateIncompatible(
                 f"commit {number} of {self.path} cannot be confirmed: version {after + 1} is missing from the table's "
@@ -321,10 +324,8 @@ class IcebergLog:
             # Changed properties and expired snapshots are conflicts, too, although they do not move `main`.
             conflict = "CommitFailedException" in str(failed)
             if failed is not None and not conflict and self.latest() == examined[0].version:
-                refused = unfit(self.path, "Iceberg", failed)
-                if refused is None:
+                with refusing_unfit_rows(self.path, "Iceberg"):
                     raise failed
-                raise refused from failed
         raise BrokerUnavailable(
             f"{self.path}: other jobs have committed to the table during each of {_ATTEMPTS} attempts to append. "
             f"Nothing was written. Try again when they are done."
@@ -345,13 +346,8 @@ class IcebergLog:
                 if self._loaded() is None:
                     raise
         if self.latest() < 0:
-            try:
+            with refusing_unfit_rows(self.path, "Iceberg"):
                 nothing.writeTo(self.table).append()
-            except AnalysisException as error:
-                refused = unfit(self.path, "Iceberg", error)
-                if refused is None:
-                    raise
-                raise refused from error
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
         """Append the rows after the snapshot ``head``, and return any error; the append might have succeeded despite

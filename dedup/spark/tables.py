@@ -39,7 +39,7 @@ from dedup.spark.json_digits import inexact
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.row_events import quoted
 from dedup.spark.session import described
-from dedup.spark.table_log import CONFLICT, DeltaLog, unfit
+from dedup.spark.table_log import CONFLICT, DeltaLog, refusing_unfit_rows
 from dedup.topology.model import SinkColumn, Topology
 from dedup.topology.schema import ColumnType
 from dedup.verify.kafka_reader import KafkaReader
@@ -418,10 +418,8 @@ def _explained_by_delta(path: str) -> Iterator[None]:
             raise BrokerUnavailable(
                 f"{path}: another job changed the table at the same time. Nothing was written. Run the command again."
             ) from error
-        refused = unfit(path, "Delta", error)
-        if refused is None:
+        with refusing_unfit_rows(path, "Delta"):
             raise
-        raise refused from error
 
 
 def _types(schema: t.StructType) -> dict[str, str]:

@@ -526,13 +526,13 @@ class Task:
         unfinished, idle = self._in_flight or self.dirty, self._idle_said or self._idle_in_flight
         self._in_flight = self._idle_in_flight = False
         held, self._held = self._held, []
-        judged_to = self.next_offset, self._leader_epoch
+        end = self.next_offset, self._leader_epoch
         if held:
             self.next_offset = held[0].offsets[0]
         with self.noting_damage():
             for batch in held:
                 self._judge(batch)
-        self.next_offset, self._leader_epoch = judged_to  # markers may follow the last record
+        self.next_offset, self._leader_epoch = end  # markers may follow the last record
         if idle:
             self._mark_idle()
         if unfinished:
