@@ -32,7 +32,8 @@ def broker(
     """Run an embedded Kafka broker until you press Ctrl-C.
 
     The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
-    Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends.
+    Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends. The exit
+    code is 130 after Ctrl-C, and 0 after SIGTERM.
 
     With --registry, the command also runs Apicurio Registry 2.5.11 on 127.0.0.1 (a download of 140 MB). Set
     `schema_registry.url` to the registry's address, which the command prints. The registry keeps its schemas in memory,
@@ -48,8 +49,14 @@ def broker(
         schemas = running.enter_context(embedded_registry(registry_port)) if registry else None
         # Like Ctrl-C, SIGTERM lets the node shut down cleanly.
         stop_requested = threading.Event()
+        received: list[int] = []
+
+        def stop(number: int, _frame: object) -> None:
+            received.append(number)
+            stop_requested.set()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop_requested.set())
+            signal.signal(number, stop)
         # Programs read the bootstrap address from the first line of stdout, and the registry's URL from the second.
         typer.echo(kafka.bootstrap)
         if schemas is not None:
@@ -62,7 +69,7 @@ def broker(
             if schemas is not None:
                 schemas.check()
     typer.echo(f"{what} {'has' if schemas is None else 'have'} shut down.", err=True)
-    raise typer.Exit(130)
+    raise typer.Exit(130 if received[0] == signal.SIGINT else 0)
 
 
 def demo(
