@@ -219,27 +219,30 @@ async def _refusal(
 async def _refuse_start(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
 ) -> None:
-    """Make the checks of a worker that starts, but change nothing. Raises StateIncompatible if a worker would.
+    """Make the checks of a worker that starts, and of its tasks, but change nothing.
 
-    `dedup.worker.worker` makes the same checks in the same order.
+    Raises StateIncompatible if a worker would. `dedup.worker.worker` makes the same checks in the same order.
     """
     from dedup.worker.layout import read_layout, refuse_other_layout, with_layout
-    from dedup.worker.topics import Cluster, begins_anew, refuse_deleted
+    from dedup.worker.restore import refuse_other_state
+    from dedup.worker.topics import Cluster, begins_anew, missing_topics, refuse_deleted, refuse_misfits
 
     fresh = await begins_anew(topology, settings, wire, admin, meant=False)
     if not fresh:
         refuse_deleted(topology, have)
     if not have.keys() >= {*topology.source.topics, *topology.feeding_topics}:
         return  # the layout depends on the partition counts of these topics
+    if not missing_topics(topology, settings, have):
+        refuse_misfits(topology, have)
     cluster = Cluster(have)
     topology = await with_layout(topology, cluster, wire, fresh=fresh)
     layout = await read_layout(wire, topology)
-    if fresh or not topology.direct:
-        # A starting worker writes a layout that is missing, and finishes an interrupted change to its own layout.
-        settles = not layout.counts or layout.changing_to == topology.group_size
-        if settles and topology.has_layout(topology.group_size):
-            return
-    await refuse_other_layout(wire, topology, cluster)
+    # A starting worker writes a layout that is missing, and finishes an interrupted change to its own layout.
+    settles = (fresh or not topology.direct) and (not layout.counts or layout.changing_to == topology.group_size)
+    if not (settles and topology.has_layout(topology.group_size)):
+        await refuse_other_layout(wire, topology, cluster)
+    if topology.changelog_topic in have:
+        await refuse_other_state(topology, replace(cluster, begun_with=layout.counts), wire)
 
 
 async def _idle(topology: Topology, wire: KafkaWire, admin: Admin) -> list[Symptom]:

@@ -30,7 +30,7 @@ from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_w
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import unexpired
 from dedup.topology.model import Topology
-from dedup.worker.offsets import answered, bounds_of, committed_offset
+from dedup.worker.offsets import answered, bounds_of, committed_offset, committed_position, refuse_other_topics
 from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
@@ -281,6 +281,26 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
         )
 
 
+async def refuse_other_state(topology: Topology, cluster: Cluster, wire: Wire) -> None:
+    """Check the committed offsets and task records as tasks do when they start, but without fencing any owner.
+
+    Raises StateIncompatible if a topic was recreated, if another topology wrote the state, or if offsets were deleted.
+    """
+    for place in cluster.places(dict.fromkeys((*topology.source.topics, *topology.feeding_topics))):
+        found = await committed_position(wire, topology.name, place, stable=False)
+        if found is not None:
+            refuse_other_topics(found.note, cluster.offset_note(topology, place), place)
+    fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
+    feeding_topic = cluster.topics[topology.feeding_topics[0]]
+    for changelog in cluster.places([topology.changelog_topic]):
+        record = await last_task_record(wire, changelog, stable=False)
+        if record is not None:
+            feeding = TopicPartition(feeding_topic.name, changelog.partition)
+            refuse_other_fingerprint(record.fingerprint, fingerprint, feeding)
+            refuse_other_feeding(record, feeding_topic.topic_id, feeding)
+    await LostOffsets(topology, cluster, wire).refuse_any()
+
+
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
     """Apply the changelog records of one fetch in a single atomic write, in segments of width ``window.segment_ms``.
 
@@ -371,8 +391,8 @@ class LostOffsets:
         names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
         return StateIncompatible(
             f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-            f"that records from there were judged: offsets were deleted. Nothing was changed, because to begin at "
-            f"`start` again would judge these records twice. Set the group's offsets to their previous values "
+            f"that records from there were judged: offsets were deleted, and beginning at `start` again would judge "
+            f"these records twice. Nothing was changed. Set the group's offsets to their previous values "
             f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
         )
 

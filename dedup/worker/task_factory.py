@@ -29,7 +29,7 @@ from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.flow_collector import FLOW_SHARE, FlowCollector
 from dedup.worker.layout import refuse_other_layout
-from dedup.worker.offsets import Start, offset_note
+from dedup.worker.offsets import Start
 from dedup.worker.record_collector import Limits, RecordCollector
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.restore import LostOffsets
@@ -175,23 +175,20 @@ class TaskFactory:
         return group
 
     def _task(self, feeding: TopicPartition, group: TaskGroup) -> Task:
-        plan, topics = self._dedup_plan(feeding), self.cluster.topics
+        plan = self._dedup_plan(feeding)
         make = partial(
             DedupTask, plan, self.wire, self.keeping(feeding.partition), self._collector(feeding), self.clock
         )
-        note = offset_note(topics[feeding.topic].topic_id, topics[self.topology.changelog_topic].topic_id)
-        return self._built(TaskId("dedup", feeding), group, plan.start, note, make)
+        return self._built(TaskId("dedup", feeding), group, plan.start, make)
 
     def _repartition_task(self, feeding: TopicPartition, group: TaskGroup) -> Task:
         plan = self._repartition_plan(feeding)
         refuse = partial(self.lost_offsets.refuse, Feed(plan.topic, feeding.partition))
         make = partial(RepartitionTask, plan, self.wire, self._collector(feeding), self.clock, refuse_lost=refuse)
-        note = offset_note(self.cluster.topics[feeding.topic].topic_id)
-        return self._built(TaskId("repartition", feeding), group, plan.start, note, make)
+        return self._built(TaskId("repartition", feeding), group, plan.start, make)
 
-    def _built(
-        self, task_id: TaskId, group: TaskGroup, start: Start, note: str, make: Callable[[TaskNumbers], TaskWork]
-    ) -> Task:
+    def _built(self, task_id: TaskId, group: TaskGroup, start: Start, make: Callable[[TaskNumbers], TaskWork]) -> Task:
+        note = self.cluster.offset_note(self.topology, task_id.feeding)
         committing = Committing(self.topology.name, self.check.confirm, note, pin_start=start != "earliest")
         return Task(task_id, committing, group, self.wire, make)
 

@@ -31,6 +31,7 @@ from dedup.worker.offsets import (
     committed_position,
     ends_of,
     first_record,
+    offset_note,
     refuse_half_reset,
 )
 from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
@@ -136,6 +137,12 @@ class Cluster:
     def places(self, names: Iterable[str]) -> list[TopicPartition]:
         """Return every partition of the named topics."""
         return [place for name in names for place in self.topics[name].places]
+
+    def offset_note(self, topology: Topology, feeding: TopicPartition) -> str:
+        """Return the note with which the partition's task commits offsets."""
+        has_state = feeding.topic in topology.feeding_topics
+        changelog_id = self.topics[topology.changelog_topic].topic_id if has_state else None
+        return offset_note(self.topics[feeding.topic].topic_id, changelog_id)
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
         """Return how many partitions each source topic and the repartition topic had when the state was created."""

@@ -46,6 +46,7 @@ def refused_again(job: Job, worker_id: str, says: str) -> None:
     """A new worker is refused, and committed readers see nothing of it; markers of what it has ended may be there."""
     before = output_ids(job)
     refusing(job.start(worker_id), says)
+    assert says in dedup(job, "doctor", code=INCOMPATIBLE)
     assert output_ids(job) == before
 
 
@@ -113,6 +114,17 @@ def test_f73_changelog_made_again(job: Job, freeze: bool) -> None:
     # Whoever comes next, with the old disk or without one.
     refused_again(job, "a", "changelog")
     refused_again(job, "elsewhere", "its changelog had id")
+
+
+def test_the_state_of_another_id_rule_is_refused(job: Job) -> None:
+    """Was: `dedup doctor` said that the topics are ok, and every worker stopped."""
+    job.send(distinct(0, 20))
+    job.finish()
+    assert "topics: wrong" not in dedup(job, "doctor")
+    text = job.topology_file.read_text(encoding="utf-8")
+    assert '"field": "id"' in text
+    job.topology_file.write_text(text.replace('"field": "id"', '"field": "n"'), encoding="utf-8")
+    refused_again(job, "b", "another ID rule")
 
 
 def test_f74_a_worker_frozen_through_a_reset(job: Job) -> None:
