@@ -301,7 +301,8 @@ class Session:
             self._send()
         sender = self._sender
         if sender is not None:
-            await asyncio.wait({sender})
+            if not sender.done():  # `wait` would yield to the event loop, which may judge a batch in the meantime
+                await asyncio.wait({sender})
             if not sender.cancelled():
                 sender.result()
 

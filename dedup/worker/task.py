@@ -391,7 +391,7 @@ class Task:
     def _take(self, batch: FeedBatch) -> None:
         try:
             known = self._with_append_times(batch) if self.work.by_arrival else batch
-            if known:
+            if known.offsets:
                 with self.noting_damage():
                     self._judge(known)
             elif known.next_offset > self.next_offset:
@@ -429,7 +429,8 @@ class Task:
         # The group's offset may be stale, expired, or deleted, but the task record says which records were already
         # judged.
         fresh = batch.from_offset(self.next_offset)
-        self.numbers.replayed += len(batch) - len(fresh)
+        if fresh is not batch:
+            self.numbers.replayed += len(batch) - len(fresh)
         return fresh if fresh.next_offset > self.next_offset else None
 
     def _judge(self, batch: FeedBatch) -> None:

@@ -148,10 +148,11 @@ class TaskGroup:
             if not self.closed:
                 # If the group was closed in the meantime, the session has forgotten responses that may be refusals.
                 await self._session.end()
-        finally:
+        except BaseException:
             for request in (written, confirmed):
                 request.cancel()
             await asyncio.gather(written, confirmed, return_exceptions=True)
+            raise
         return ends
 
     def _may_apply(self) -> bool:
