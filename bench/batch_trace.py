@@ -7,8 +7,9 @@ A worker runs in this process on the embedded broker. Once it has nothing left t
 every call in dedup/ is noted from the moment the fetch answer is decoded until the task's commit has returned. Also
 counted: files entered from reading the topology until the first record is judged.
 
-Two counts of switches: all, and those without what runs meanwhile for other batches: the worker's look at its own
-state, and, once the batch has reached its task, the next fetch and the reader that waits for it.
+Two counts of switches: all, and those without what runs meanwhile and serves no batch or other batches: the worker's
+look at its own state, the group's heartbeat, and, once the batch has reached its task, the next fetch and the reader
+that waits for it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ RECORDS = 500
 
 WORKER = "run_worker"
 """The name of the asyncio task that looks after the worker and serves no batch."""
+HEARTBEAT = "GroupCoordinator._heartbeat_routine"
+"""The coroutine of aiokafka that tells the group's coordinator that this worker is alive."""
 NEXT_BATCHES = ("fetch from ", "Fetcher._fetcher")
 """In the names of asyncio tasks that serve the next batches once a batch has reached its task."""
 
@@ -85,7 +88,9 @@ class Trace:
             self.judging = self.judging or at == JUDGED
             _append(self.files, name)
             running = _running()
-            if running != WORKER and not (self.judging and any(each in running for each in NEXT_BATCHES)):
+            if running not in {WORKER, HEARTBEAT} and not (
+                self.judging and any(each in running for each in NEXT_BATCHES)
+            ):
                 _append(self.own, name)
             if event == "call":
                 self.functions.add(code)
@@ -104,7 +109,9 @@ def _running() -> str:
         task = asyncio.current_task()
     except RuntimeError:
         return ""
-    return "" if task is None else task.get_name()
+    if task is None:
+        return ""
+    return HEARTBEAT if getattr(task.get_coro(), "__qualname__", "") == HEARTBEAT else task.get_name()
 
 
 def _last_return(code: CodeType) -> int:

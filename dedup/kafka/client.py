@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
-from aiokafka.conn import CloseReason
+from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 from aiokafka.protocol.admin import DescribeConfigsRequest
 from aiokafka.protocol.offset import OffsetRequest
@@ -28,7 +28,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, back_off, diagnose, most_telling
+from dedup.kafka.connection import Connection, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -88,6 +88,8 @@ _DIVERGING_EPOCH: Final = 0
 """The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
 """The binary format of a diverging epoch: a leader epoch, and the offset where it ends in the broker's log."""
+_FIRST_BACKOFF_S: Final = 0.05
+_MOST_BACKOFF_S: Final = 1.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -573,6 +575,36 @@ class KafkaWire:
             ) from error
         except (kafka_errors.KafkaError, OSError) as error:
             raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error
+
+
+def back_off(client: AIOKafkaClient) -> None:
+    """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
+
+    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
+    the pause, each failed attempt makes aiokafka look for new metadata, which begins with the next attempt.
+    """
+    connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
+    waits: dict[object, tuple[float, float]] = {}
+    """Maps each unreachable node to its pause and the end of the pause, in seconds."""
+
+    async def connect_later(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
+        clock_s, known = asyncio.get_running_loop().time, waits.get(node_id)
+        held = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001
+        if known is not None and (held is None or not held.connected()):
+            pause_s, until_s = known
+            if clock_s() < until_s:
+                return None
+            # Of all requests that find the pause at its end, only this one makes the next attempt.
+            known = waits[node_id] = pause_s, clock_s() + pause_s
+        made: AIOKafkaConnection | None = await connect(node_id, **options)
+        if made is not None:
+            waits.pop(node_id, None)
+        elif waits.get(node_id) == known:  # otherwise, another attempt has failed in the meantime
+            pause_s = _FIRST_BACKOFF_S if known is None else min(2 * known[0], _MOST_BACKOFF_S)
+            waits[node_id] = pause_s, clock_s() + pause_s
+        return made
+
+    client._get_conn = connect_later  # noqa: SLF001
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client

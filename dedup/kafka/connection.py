@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
-from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
 
@@ -81,40 +80,6 @@ class Connection:
             key_password = self.security.key_password.get_secret_value() if self.security.key_password else None
             context.load_cert_chain(self.security.cert_file, self.security.key_file, key_password)
         return context
-
-
-_FIRST_BACKOFF_S: Final = 0.05
-_MOST_BACKOFF_S: Final = 1.0
-
-
-def back_off(client: AIOKafkaClient) -> None:
-    """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
-
-    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
-    the pause, each failed attempt makes aiokafka look for new metadata, which begins with the next attempt.
-    """
-    connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
-    waits: dict[object, tuple[float, float]] = {}
-    """Maps each unreachable node to its pause and the end of the pause, in seconds."""
-
-    async def connect_later(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
-        clock_s, known = asyncio.get_running_loop().time, waits.get(node_id)
-        held = client._conns.get((node_id, options.get("group", ConnectionGroup.DEFAULT)))  # noqa: SLF001
-        if known is not None and (held is None or not held.connected()):
-            pause_s, until_s = known
-            if clock_s() < until_s:
-                return None
-            # Of all requests that find the pause at its end, only this one makes the next attempt.
-            known = waits[node_id] = pause_s, clock_s() + pause_s
-        made: AIOKafkaConnection | None = await connect(node_id, **options)
-        if made is not None:
-            waits.pop(node_id, None)
-        elif waits.get(node_id) == known:  # otherwise, another attempt has failed in the meantime
-            pause_s = _FIRST_BACKOFF_S if known is None else min(2 * known[0], _MOST_BACKOFF_S)
-            waits[node_id] = pause_s, clock_s() + pause_s
-        return made
-
-    client._get_conn = connect_later  # noqa: SLF001
 
 
 PROBE_WITHIN_S: Final = 5.0

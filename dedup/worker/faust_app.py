@@ -34,8 +34,7 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
-from dedup.kafka.client import KafkaWire, sendable
-from dedup.kafka.connection import back_off
+from dedup.kafka.client import KafkaWire, back_off, sendable
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.requests import HeartbeatRequest_v3

@@ -1,14 +1,18 @@
-"""What an error code in a response to a read means for the worker, and a topic that no broker has any more."""
+"""What an error code in a response to a read means for the worker, a topic that no broker has any more, and the
+pauses before the next attempt to connect.
+"""
 
+import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 from aiokafka import errors as kafka_errors
-from aiokafka.client import CoordinationType
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.structs import BrokerMetadata
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.client import KafkaWire
+from dedup.kafka.client import KafkaWire, back_off
 from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicNow, TopicPartition
 
 PLACE = TopicPartition("t.changelog", 0)
@@ -83,3 +87,80 @@ async def test_a_coordinator_that_may_not_be_looked_up_is_no_outage(error, expec
     wire.connection, wire._coordinators = SimpleNamespace(request_timeout_ms=0), {}
     with pytest.raises(expected, match=r"t\.dedup\.0"):
         await wire._coordinator(CoordinationType.TRANSACTION, "t.dedup.0")
+
+
+class Listener:
+    """Stands for aiokafka's `create_conn`: notes when it was asked, and refuses while it is closed."""
+
+    def __init__(self):
+        self.asked_s, self.open, self.up = [], False, True
+
+    async def __call__(self, *_, **__):
+        self.asked_s.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)
+        if not self.open:
+            raise ConnectionRefusedError
+        return self
+
+    def connected(self):
+        return self.up
+
+
+@pytest.fixture
+async def listener(monkeypatch):
+    made = Listener()
+    monkeypatch.setattr("aiokafka.client.create_conn", made)
+    return made
+
+
+NODE = 7
+
+
+def client():
+    made = AIOKafkaClient()
+    made.cluster._brokers[NODE] = BrokerMetadata(NODE, "127.0.0.1", 1, None)
+    back_off(made)
+    return made
+
+
+async def until_ready(client):
+    while not await client.ready(NODE):  # noqa: ASYNC110  # nothing but an attempt tells
+        await asyncio.sleep(0.001)
+
+
+async def test_an_unreachable_node_is_tried_after_pauses_that_double(listener):
+    one = client()
+    while len(listener.asked_s) < 5:
+        # Several requests at once, as a worker's.
+        assert not any(await asyncio.gather(*(one.ready(NODE) for _ in range(3))))
+        await asyncio.sleep(0.001)
+    # The first three were under way before the first one had failed.
+    first_s, _, _, second_s, third_s = listener.asked_s
+    assert second_s - first_s >= 0.05
+    assert third_s - second_s >= 0.1
+
+
+async def test_a_node_that_is_reachable_again_is_used_at_once(listener):
+    one = client()
+    while len(listener.asked_s) < 3:
+        assert not await one.ready(NODE)
+        await asyncio.sleep(0.001)
+    listener.open = True
+    await until_ready(one)
+    asked = len(listener.asked_s)
+    assert await one.ready(NODE)
+    assert len(listener.asked_s) == asked
+    listener.up = False
+    # The connection was lost, and the next attempt needs no pause.
+    assert await one.ready(NODE)
+    assert len(listener.asked_s) == asked + 1
+
+
+async def test_a_connection_that_is_open_is_used_while_another_one_to_its_node_fails(listener):
+    one = client()
+    listener.open = True
+    assert await one.ready(NODE)
+    listener.open = False
+    assert not await one.ready(NODE, group="restore")
+    assert not await one.ready(NODE, group="restore")
+    assert await one.ready(NODE)
