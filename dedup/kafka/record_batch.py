@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import attrgetter, itemgetter, length_hint
 from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
@@ -306,6 +306,8 @@ _BATCH_START: Final = Struct(">qi")
 """The base offset of a batch, and the number of bytes that follow these two fields."""
 _BATCH_HEAD: Final = Struct(">8xiib")
 """The length, leader epoch, and format version of a batch, which follow its base offset."""
+NO_HEADERS: Final[list[Header]] = []
+"""The headers of every record without headers; never changed."""
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
@@ -512,7 +514,10 @@ def columns_of(
         found.timestamps_ms.extend(map(_TIMESTAMP, records))
         found.keys.extend(map(_KEY, records))
         found.values.extend(map(_VALUE, records))
-        found.headers.extend(map(_HEADERS, records))
+        # Usually no record has headers. aiokafka creates an empty list for each record, and all of them would stay in
+        # memory as long as the batch.
+        headers = list(map(_HEADERS, records))
+        found.headers.extend(headers if any(headers) else repeat(NO_HEADERS, len(headers)))
     return found, max(position, batches.next_fetch_offset)
 
 

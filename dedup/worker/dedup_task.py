@@ -18,7 +18,17 @@ from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
 from dedup.errors import ClockBehind, InvariantBroken, StateIncompatible
-from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, FeedBatch, Line, RecordBatch, equal_records, fill, gather
+from dedup.kafka.record_batch import (
+    BATCH_BYTES,
+    NO_HEADERS,
+    OWN_ROW,
+    FeedBatch,
+    Line,
+    RecordBatch,
+    equal_records,
+    fill,
+    gather,
+)
 from dedup.kafka.wire import Header, TopicPartition, Wire
 from dedup.metrics import Judged, TaskNumbers
 from dedup.store.base import Store
@@ -80,7 +90,6 @@ records that the target topic does not accept.
 """
 _IN_COLUMNS_FROM: Final = 32
 """The smallest number of sightings for which `equal_records`, which sets up a table of bytes, is faster than `fill`."""
-_NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """The smallest difference between clocks, in ms, that can cause records to be judged again."""
 
@@ -571,7 +580,7 @@ class DedupTask(TaskWork):
         record = TaskRecord(
             plan.fingerprint, time_ms, feeds, next_offset, self._segment_ms, kept_from, plan.feeding_topic_id
         )
-        line = (OWN_ROW, self._clock.now_ms(), TASK_RECORD_KEY, encode_task_record(record), _NO_HEADERS)
+        line = (OWN_ROW, self._clock.now_ms(), TASK_RECORD_KEY, encode_task_record(record), NO_HEADERS)
         closing = fill(plan.changelog, [line], compression="none")
 
         def apply(ends: Mapping[TopicPartition, int]) -> None:
