@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseConnection, FencedOffsets, make, transaction
@@ -16,23 +15,13 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
 from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import PATIENCE_S, TopicNow, TopicPartition
+from dedup.kafka.wire import TopicNow, TopicPartition, patience
 from dedup.worker.offsets import bounds_of
 
 FROM_START: Final = -1
 WAIT_MS: Final = 200
 T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Make requests in the ``with`` block raise BrokerUnavailable if they get no response for this time."""
-    token = PATIENCE_S.set(seconds)
-    try:
-        yield
-    finally:
-        PATIENCE_S.reset(token)
 
 
 class TopicReader:

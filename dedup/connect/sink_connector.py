@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutcome
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
-from dedup.connect.fenced_consumer import FencedConsumer, patience
+from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.connect.open_database import START_WITHIN_S
 from dedup.connect.source_connector import set_by_signals
 from dedup.connect.transactional_outbox import provide, wanted_topic
@@ -25,7 +25,7 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
 from dedup.kafka.record_batch import Columns
 from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
-from dedup.kafka.wire import TopicPartition
+from dedup.kafka.wire import TopicPartition, patience
 from dedup.topology.model import SinkSpec, Topology
 from dedup.worker.record_collector import SLACK_BYTES
 from dedup.worker.topics import TopicPlan

@@ -24,7 +24,7 @@ from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, send
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
-from dedup.kafka.wire import COORDINATOR_MOVED, PATIENCE_S, NoAnswer, TopicPartition
+from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, patience
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -221,14 +221,14 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
     """Do the same as `on_cluster` in an event loop that is already running.
 
-    From now on, requests of this asyncio task are repeated for at most the connection's `patience_ms`.
+    Requests of ``work`` are repeated for at most the connection's `patience_ms`.
     """
-    PATIENCE_S.set(connection.patience_ms / 1000)
     wire = KafkaWire(connection)
     await wire.start()
     try:
-        async with Admin(wire.connection) as admin:
-            return await work(wire, admin)
+        with patience(connection.patience_ms / 1000):
+            async with Admin(wire.connection) as admin:
+                return await work(wire, admin)
     finally:
         await wire.stop()
 

@@ -9,7 +9,8 @@ whether the request took effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -37,6 +38,16 @@ PATIENCE_S: Final[ContextVar[float]] = ContextVar("patience_s", default=math.inf
 """The time, in seconds, after which an unanswered request is not repeated. A worker repeats requests without a limit; a
 command, which somebody is waiting for, sets a limit.
 """
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Do not repeat unanswered requests in the ``with`` block after this time; see `PATIENCE_S`."""
+    token = PATIENCE_S.set(seconds)
+    try:
+        yield
+    finally:
+        PATIENCE_S.reset(token)
 
 
 class NoAnswer(Exception):

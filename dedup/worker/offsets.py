@@ -16,6 +16,7 @@ from dedup.kafka.wire import (
     COORDINATOR_MOVED,
     PATIENCE_S,
     UNSTABLE_OFFSET,
+    CommittedOffset,
     FetchedRecord,
     LogBounds,
     NoAnswer,
@@ -47,7 +48,7 @@ async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[Topi
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
     """Repeat an idempotent request until there is a response, and return the response.
 
-    Raises BrokerUnavailable if there is no response within `PATIENCE_S`.
+    Raises BrokerUnavailable if there is no response within `PATIENCE_S`; see `dedup.kafka.wire.patience`.
     """
     begun_s = time.monotonic()
     while True:
@@ -99,13 +100,20 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
     The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
     the offset (KIP-447). If the caller does not own the partition, the call can block until a dead worker's transaction
-    times out.
+    times out. Raises BrokerUnavailable if the coordinator is unavailable for longer than `PATIENCE_S`, or refuses.
     """
+
+    async def ask() -> CommittedOffset:
+        found = await wire.committed_offset(group, source, stable=stable)
+        if found.error_code in COORDINATOR_MOVED:
+            raise NoAnswer(f"the coordinator of the group {group!r} is loading or has moved (code {found.error_code})")
+        return found
+
     while True:
-        answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
+        answer = await answered(wire, ask)
         if answer.error_code == 0:
             return answer.position
-        if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:
+        if answer.error_code != UNSTABLE_OFFSET:
             raise BrokerUnavailable(
                 f"the group {group!r} does not return its offset of {source} "
                 f"(code {answer.error_code}). Grant the principal Read on the group."

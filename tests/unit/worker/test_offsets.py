@@ -3,8 +3,8 @@
 import pytest
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.wire import PATIENCE_S, NoAnswer, TopicPartition
-from dedup.worker.offsets import bounds_of
+from dedup.kafka.wire import CommittedOffset, NoAnswer, TopicPartition, patience
+from dedup.worker.offsets import bounds_of, committed_offset
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire
 
@@ -26,6 +26,18 @@ async def test_a_worker_waits_for_a_leader_as_long_as_it_takes():
 
 
 async def test_a_command_gives_up_and_names_the_partition():
-    PATIENCE_S.set(0.0)
-    with pytest.raises(BrokerUnavailable, match=r"no leader is known for in/0\. Check the brokers"):
+    with patience(0.0), pytest.raises(BrokerUnavailable, match=r"no leader is known for in/0\. Check the brokers"):
         await bounds_of(Leaderless(Cluster()), TopicPartition("in", 0))
+
+
+class Loading(DirectWire):
+    """A coordinator that is loading for ever."""
+
+    async def committed_offset(self, group, source, *, stable):
+        return CommittedOffset(14, None)
+
+
+async def test_a_command_gives_up_while_a_coordinator_is_loading():
+    """Was: it asked for ever."""
+    with patience(0.0), pytest.raises(BrokerUnavailable, match=r"the coordinator of the group 'g' .* \(code 14\)"):
+        await committed_offset(Loading(Cluster()), "g", TopicPartition("in", 0))
