@@ -29,9 +29,18 @@ from typing import Final, Protocol
 
 from dedup import crashpoints
 from dedup.core.event_time import create_time_fault
-from dedup.errors import InvariantBroken, RecordRefused, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.errors import (
+    BrokerUnavailable,
+    CommitUnknown,
+    InvariantBroken,
+    RecordRefused,
+    StateIncompatible,
+    TaskCorrupted,
+    TaskMigrated,
+)
 from dedup.kafka.record_batch import FeedBatch
-from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
+from dedup.kafka.transactional_producer import DEADLINE_MS
+from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire, patience
 from dedup.metrics import Judged, TaskNumbers
 from dedup.store.base import Store
 from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
@@ -510,11 +519,20 @@ class Task:
             )
 
     async def refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if another owner has committed since this task's last commit."""
-        committed = await committed_offset(self._wire, self._committing.group, self.feeding)
-        with self.noting_damage():
-            if committed == self._committed and not await self.work.overtaken():
-                return
+        """Raise TaskMigrated if another owner has committed since this task's last commit.
+
+        Raises CommitUnknown if brokers do not say so in time. A worker that is told to stop waits for this method.
+        """
+        try:
+            with patience(DEADLINE_MS / 1000), self.noting_damage():
+                committed = await committed_offset(self._wire, self._committing.group, self.feeding)
+                if committed == self._committed and not await self.work.overtaken():
+                    return
+        except BrokerUnavailable as error:
+            why = error.__cause__ or error
+            raise CommitUnknown(
+                f"{self.task_id}: no broker says whether another owner has committed since the last commit: {why}."
+            ) from error
         raise TaskMigrated(f"{self.task_id}: another owner has committed since this task's last commit.")
 
     def judge_again(self) -> None:

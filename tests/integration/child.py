@@ -30,12 +30,13 @@ from dedup.errors import TaskCorrupted
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.wire import NoAnswer
-from dedup.worker import faust_app
+from dedup.worker import faust_app, task
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.faust_app import DedupApp
 from dedup.worker.reset import Reset
 from dedup.worker.task import Task
 from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_group import TaskGroup
 from dedup.worker.task_manager import TaskManager
 
 CAPABILITY_VERSION_3 = 0x20080522
@@ -281,6 +282,18 @@ def no_group_coordinator(_number: int) -> None:
     KafkaWire.committed_offset = silent  # type: ignore[method-assign]
 
 
+def no_group_coordinator_once_refused(within_ms: int) -> None:
+    """From the first refused record on, no coordinator of the group answers; judging again waits this long for it."""
+    learn = TaskGroup._learn
+
+    def learning(self: TaskGroup, refused: Any) -> None:
+        no_group_coordinator(1)
+        learn(self, refused)
+
+    TaskGroup._learn = learning  # type: ignore[method-assign]
+    task.DEADLINE_MS = within_ms  # type: ignore[misc]
+
+
 def freeze_at_point(number: int) -> None:
     """SIGSTOP at a crash point: ``number`` is 100 * its place among the points + which passing of it."""
     point, passing = crashpoints.POINTS[number // 100], number % 100
@@ -398,6 +411,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         store_damaged,
         membership_dies,
         no_group_coordinator,
+        no_group_coordinator_once_refused,
         freeze_at_point,
         end_arrives_late,
         clock_ahead,

@@ -178,6 +178,21 @@ def test_a_thousand_timestamps_that_the_broker_refuses_cost_no_transaction_each(
     assert all(b"out of range" in detail for detail in details), details
 
 
+def test_a_worker_ends_while_no_coordinator_answers_and_it_judges_again(make_job: MakeJob) -> None:
+    """Was: after SIGTERM, it waited for the group's coordinator for as long as that was away."""
+    oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS
+    job = make_job(document={"guard_period": "200d"}, output_config={"message.timestamp.before.max.ms": str(oldest_ms)})
+    events = [event(number, f"x-{number}") for number in range(100)]
+    events[50] = event(50, "large-old", timestamp_ms=BASE_MS - 100 * DAY_MS)
+    worker = job.start("a", "no_group_coordinator_once_refused=500")
+    worker.until_logged("running from offset", times=job.partitions)
+    job.send(events)
+    worker.until_logged("are judged again")
+    assert worker.stop() == 0, worker.log
+    job.finish("b")
+    job.judge(refused_ids=large_of(events))
+
+
 def test_the_same_refused_event_again_and_again(make_job: MakeJob) -> None:
     """A dead letter is no sighting, so each copy is judged anew: by size and by timestamp, at a bounded price."""
     oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS
