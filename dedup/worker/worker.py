@@ -327,11 +327,14 @@ class Maintenance:
             except StateIncompatible as error:
                 self.app.tasks.fail(error)
                 return
-            except (BrokerUnavailable, CommitUnknown, NoAnswer) as error:
-                # A failed deletion costs only disk space on the broker, and the next round tries again.
-                if not self.warned:
-                    log.warning("old records were not deleted: %s", error, extra=ASIDE)
-                    self.warned = True
+            except (BrokerUnavailable, CommitUnknown) as error:
+                self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        """Log the first failure. It costs only disk space on the broker, and the next round tries again."""
+        if not self.warned:
+            log.warning("old records were not deleted: %s", error, extra=ASIDE)
+            self.warned = True
 
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds `state.max_bytes_per_partition`."""
@@ -350,17 +353,18 @@ class Maintenance:
                 )
 
     async def delete(self) -> None:
-        """Delete changelog records that no live segment needs, and old committed records of the repartition topic."""
+        """Delete changelog records that no live segment needs, and old committed records of the repartition topic.
+
+        A partition without a leader is left out until the next call.
+        """
         wanted: dict[TopicPartition, int] = {}
         for feeding, task in list(self.app.tasks.running.items()):
             dedup_task = task.work
             if task.state is TaskState.RUNNING and isinstance(dedup_task, DedupTask):
-                wanted[dedup_task.plan.changelog] = dedup_task.truncate_below or 0
-                self._log_if_truncated(dedup_task, (await self.app.wire.bounds(dedup_task.plan.changelog)).start)
-                if not self.topology.direct:
-                    committed = task.numbers.committed_offset or 0
-                    kept_from = await self.app.wire.offset_at(feeding, self.clock.now_ms() - KEEP_MS)
-                    wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
+                try:
+                    wanted |= await self._unneeded(feeding, task, dedup_task)
+                except NoAnswer as error:
+                    self._warn(error)
         below = {partition: offset for partition, offset in wanted.items() if offset > self.deleted.get(partition, 0)}
         if not below:
             return
@@ -371,6 +375,17 @@ class Maintenance:
         self.deleted.update(below)
         for partition, offset in below.items():
             log.info("%s: records below %d are deleted", partition, offset)
+
+    async def _unneeded(self, feeding: TopicPartition, task: Task, dedup_task: DedupTask) -> dict[TopicPartition, int]:
+        """Map each partition that only this task reads to the offset below which no record is needed."""
+        changelog = dedup_task.plan.changelog
+        wanted = {changelog: dedup_task.truncate_below or 0}
+        self._log_if_truncated(dedup_task, (await self.app.wire.bounds(changelog)).start)
+        if not self.topology.direct:
+            committed = task.numbers.committed_offset or 0
+            kept_from = await self.app.wire.offset_at(feeding, self.clock.now_ms() - KEEP_MS)
+            wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
+        return wanted
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
         """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""

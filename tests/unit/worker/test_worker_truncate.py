@@ -1,11 +1,12 @@
 """How much of the changelog an owner deletes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from dedup.errors import StateIncompatible
-from dedup.kafka.wire import LogBounds
+from dedup.kafka.wire import LogBounds, NoAnswer
 from dedup.store.base import MemoryStore
 from dedup.store.changelog import NOT_SAID, TaskRecord
 from dedup.worker import worker
@@ -38,9 +39,12 @@ def test_nothing_where_nothing_is_held():
     assert judge.truncate_below is None
 
 
-@pytest.mark.parametrize("recreated", [False, True])
-async def test_nothing_is_deleted_in_a_topic_that_was_recreated_while_the_worker_was_frozen(monkeypatch, recreated):
-    """Kafka deletes records by topic name."""
+async def confirmed():
+    """The topics are as they were."""
+
+
+def maintenance_of(monkeypatch, *, partitions=1, offline=None, confirm=confirmed):
+    """Return what deletes records of a worker that owns so many partitions, and a map of what it has deleted so far."""
     deleted = {}
 
     class Deleting:
@@ -56,29 +60,52 @@ async def test_nothing_is_deleted_in_a_topic_that_was_recreated_while_the_worker
         async def delete_records(self, below):
             deleted.update(below)
 
-    async def confirm():
-        if recreated:
-            raise StateIncompatible("t.changelog was deleted and recreated")
-
-    async def bounds(_place):
+    async def bounds(place):
+        if place == offline:
+            raise NoAnswer(f"no leader is known for {place}")
         return LogBounds(0, 5_000)
 
     monkeypatch.setattr(worker, "Admin", Deleting)
-    store = MemoryStore()
-    store.apply({}, record(0), 3)
-    store.apply({0: {b"a": b"1"}}, record(3), 4)
-    owner = task(DirectWire(Cluster())).task
-    owner.state, owner.work.store = TaskState.RUNNING, store
+    running = {}
+    for number in range(partitions):
+        store = MemoryStore()
+        store.apply({}, record(0), 3)
+        store.apply({0: {b"a": b"1"}}, record(3), 4)
+        owner = task(DirectWire(Cluster())).task
+        owner.work.plan = replace(owner.work.plan, changelog=CHANGELOG._replace(partition=number))
+        owner.state, owner.work.store = TaskState.RUNNING, store
+        running[IN._replace(partition=number)] = owner
     app = SimpleNamespace(
-        tasks=SimpleNamespace(running={IN: owner}),
+        tasks=SimpleNamespace(running=running),
         wire=SimpleNamespace(bounds=bounds, connection=None),
         factory=SimpleNamespace(check=SimpleNamespace(confirm=confirm)),
     )
     topology = SimpleNamespace(direct=True, state=SimpleNamespace(max_bytes_per_partition=None))
-    maintenance = worker.Maintenance(app, topology, StoppedClock())
+    return worker.Maintenance(app, topology, StoppedClock()), deleted
+
+
+@pytest.mark.parametrize("recreated", [False, True])
+async def test_nothing_is_deleted_in_a_topic_that_was_recreated_while_the_worker_was_frozen(monkeypatch, recreated):
+    """Kafka deletes records by topic name."""
+
+    async def confirm():
+        if recreated:
+            raise StateIncompatible("t.changelog was deleted and recreated")
+
+    maintenance, deleted = maintenance_of(monkeypatch, confirm=confirm)
     if recreated:
         with pytest.raises(StateIncompatible):
             await maintenance.delete()
     else:
         await maintenance.delete()
     assert deleted == ({} if recreated else {CHANGELOG: 3})
+
+
+async def test_a_partition_without_a_leader_does_not_keep_the_records_of_the_others(monkeypatch, caplog):
+    """Was: no record of any partition was deleted as long as one partition was offline."""
+    offline = CHANGELOG._replace(partition=1)
+    maintenance, deleted = maintenance_of(monkeypatch, partitions=3, offline=offline)
+    await maintenance.delete()
+    assert deleted == {CHANGELOG: 3, CHANGELOG._replace(partition=2): 3}
+    assert maintenance.deleted == deleted
+    assert "old records were not deleted: no leader is known for t.changelog/1" in caplog.text
