@@ -1,20 +1,23 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
-A file is identified by its inode and a digest of its first bytes, so a renamed file is not read again. An open file is
-read to its end even if it has been deleted. If a file with an unchanged name becomes shorter or begins with different
-bytes, unread lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
+A file is identified by its inode and a digest of its first bytes, so a renamed file is not read again. If the file
+system gives each use of an inode number a version, the version also identifies the file. An open file is read to its
+end even if it has been deleted. If a file with an unchanged name becomes shorter or begins with different bytes, unread
+lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import fnmatch
 import logging
 import math
 import os
 import re
 import stat
+import sys
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -34,6 +37,8 @@ from dedup.topology.schema import CsvType, FilesSource
 
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
+_GET_VERSION: Final = 0x80087601
+"""Linux's `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
 _SCAN_AGAIN_S: Final = 5.0
 """How long files that always have more lines may put off looking for new files."""
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
@@ -57,6 +62,8 @@ class _FilePosition(msgspec.Struct, frozen=True):
     """True if the file was read to its end and then deleted, so that the next file with its inode is a new file."""
     modified_ns: int = 0
     """The file's modification time when it was read up to ``position``, or 0 if it is unknown."""
+    inode_version: int = 0
+    """The version of the inode, which changes when the file system reuses the inode number, or 0 if it is unknown."""
 
     @property
     def part(self) -> str:
@@ -74,6 +81,10 @@ class _FilePosition(msgspec.Struct, frozen=True):
         if os.fstat(descriptor).st_size < self.position:
             return True
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
+
+    def is_of_another(self, descriptor: int) -> bool:
+        """Return whether the open file is certainly another file, to which the file system gave the same inode."""
+        return bool(self.inode_version) and _inode_version(descriptor) not in {0, self.inode_version}
 
     def untouched(self, status: os.stat_result) -> bool:
         """Return whether a file's size and modification time are the same as when the file was read to its end."""
@@ -264,7 +275,7 @@ class Files:
             os.close(descriptor)  # Another file has this name now; the next scan finds both files.
             return
         known = self._known.get(inode)
-        if known and not self._matches(path) and known.changed(descriptor):
+        if known and not self._matches(path) and (known.changed(descriptor) or known.is_of_another(descriptor)):
             os.close(descriptor)  # A file that does not match the pattern reuses the inode.
             return
         try:
@@ -284,6 +295,9 @@ class Files:
             if known.path != path:
                 self._refuse_copy(descriptor, path)
             return self._start_over(known, path, descriptor)
+        if known.is_of_another(descriptor):
+            self._refuse_copy(descriptor, path)
+            return _FilePosition(path, inode, generation=known.generation + 1)
         returned = self._matches(path) and not self._matches(known.path)
         if not returned or known.head_bytes == _HEAD_BYTES or known.untouched(os.fstat(descriptor)):
             return msgspec.structs.replace(known, path=path)
@@ -328,7 +342,7 @@ class Files:
         except OSError:
             return True
         try:
-            return not known.changed(descriptor)
+            return not known.changed(descriptor) and not known.is_of_another(descriptor)
         finally:
             os.close(descriptor)
 
@@ -396,6 +410,7 @@ class Files:
             head_bytes=head_bytes,
             head=head,
             modified_ns=os.fstat(opened.descriptor).st_mtime_ns,
+            inode_version=_inode_version(opened.descriptor),
         )
         opened.known = self._known[read.inode] = read
         if opened.rows:
@@ -475,6 +490,13 @@ def _unreadable(path: Path | str, error: OSError) -> AuthorMistake:
 def _head_digest(descriptor: int, length_bytes: int) -> str:
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
+
+
+def _inode_version(descriptor: int) -> int:
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, _GET_VERSION, bytes(8)), sys.byteorder)
+    except OSError:  # The file system has no versions of inodes.
+        return 0
 
 
 class _LineReader:
