@@ -195,8 +195,9 @@ class NumberedRows:
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
+                code = "not_utf8" if isinstance(error, _NotUtf8) else "not_json"
                 text = f"the row cannot be written as JSON: {error}"
-                dead.append(DeadRecord(place, "not_json", text, None, row=len(values)))
+                dead.append(DeadRecord(place, code, text, None, row=len(values)))
                 continue
             values.append(value)
             places.append(place)
@@ -258,6 +259,10 @@ def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[st
     return {name for (name,) in rows}
 
 
+class _NotUtf8(ValueError):
+    """A text of SQLite, which stores any bytes, is not UTF-8."""
+
+
 def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
     found = dict(zip(names, row, strict=True))
     for name, value in found.items():
@@ -266,6 +271,8 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
                 found[name] = value.hex()
             case float() if value - value != 0:
                 raise ValueError(f"column {name} contains an infinite number")
+            case str() if not value.isascii() and value != value.encode(errors="ignore").decode():
+                raise _NotUtf8(f"the text in column {name} is not UTF-8")
     return orjson.dumps(found)
 
 

@@ -414,6 +414,20 @@ def test_a_row_that_a_query_can_not_read_stops_ingest(pg):
         source.poll()
 
 
+async def test_a_text_of_sqlite_that_is_not_utf8_makes_its_row_a_dead_letter(stage, lite, caplog):
+    """Was: ingest stopped at each start, without saying which row it was."""
+    url, connection = lite
+    for text in ("'ä'", "CAST(x'636166e9' AS TEXT)", "'c'"):
+        connection.execute(f"INSERT INTO rows (id) VALUES ({text})")
+    done = await stage.ingest(table(url))
+    assert (done.records, done.dead_letters) == (2, 1)
+    assert sorted(value["id"] for value in stage.values()) == ["c", "ä"]
+    (letter,) = stage.letters()
+    assert (letter["dedup-source"], letter["dedup-reason"]) == (f"{stage.name}/rows/2", "not_utf8")
+    assert f"{stage.name}/rows/2 becomes a dead letter" in caplog.text
+    assert "the text in column id is not UTF-8" in caplog.text
+
+
 def created(path):
     """Return a connection to a new file of SQLite with one row."""
     lite = sqlite3.connect(path, isolation_level=None)
