@@ -82,7 +82,12 @@ class FencedConsumer:
         self._prepare: Final = prepare
         self._closing = False
         self._stopped: Final[Callable[[], bool]] = lambda: self._closing or stopped()
-        self._check: Final = TopicCheck(wire, {topic.name: TopicNow(topic.topic_id, topic.partitions)})
+        self._check: Final = TopicCheck(
+            wire,
+            {topic.name: TopicNow(topic.topic_id, topic.partitions)},
+            after_growth="A restart reads the new partitions, too.",
+            remedy="A restart says how to continue.",
+        )
         self.records: Final = TopicReader(wire, self._check, gather_ms=gather_ms)
         self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
         self._thread: Final = ThreadPoolExecutor(1, "database")

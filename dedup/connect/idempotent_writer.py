@@ -93,7 +93,7 @@ class IdempotentWriter:
             if missing:
                 raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
             self._partition_counts = {name: topic.partitions for name, topic in have.items()}
-            outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings, have)
+            outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings, have | found)
             await outbox.open()
             stack.push_async_callback(outbox.close)
             self._outbox = outbox
@@ -107,7 +107,8 @@ class IdempotentWriter:
     async def transaction(self) -> AsyncIterator[Transaction]:
         """Commit the records of the ``with`` block exactly once at its end, or none if the block raises an exception.
 
-        Raises TaskMigrated if another process has opened a writer with the same name.
+        Raises TaskMigrated if another process has opened a writer with the same name, and StateIncompatible if one of
+        the topics was deleted or created again.
         """
         made = Transaction(self._partition_counts)
         yield made

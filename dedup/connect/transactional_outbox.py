@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
+from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import DEADLINE_MS, Session
-from dedup.kafka.wire import TopicPartition, Wire
+from dedup.kafka.wire import TopicNow, TopicPartition, Wire
 from dedup.worker.offsets import answered
 
 if TYPE_CHECKING:
@@ -105,7 +106,10 @@ class TransactionalOutbox:
         *,
         output: str = "",
     ) -> None:
-        """If ``output`` names the only topic for records, `open` refuses a topic that was created again."""
+        """``topics`` are all topics that the outbox writes to, including ``offsets_topic``.
+
+        If ``output`` names the only topic for records, `open` refuses a topic that was created again.
+        """
         self._output: Final = output
         self.positions: Final[dict[str, bytes]] = {}
         """Maps the name of each part of the source to its position after the last commit."""
@@ -116,6 +120,13 @@ class TransactionalOutbox:
         self._wire: Final = wire
         self._compression: Final = settings.topics.compression
         self._topics: Final = topics
+        self._check: Final = TopicCheck(
+            wire,
+            {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()},
+            may_grow=topics,
+            remedy=f"A restart says how to continue. If it is {offsets_topic!r}, restore it first: without the "
+            "positions in it, a restart sends everything again.",
+        )
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
@@ -132,6 +143,7 @@ class TransactionalOutbox:
             await self._session.open()
             await self._read()
             self._refuse_other_output()
+            await self._warn_if_sent_before()
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
@@ -148,8 +160,9 @@ class TransactionalOutbox:
 
         ``most_rows`` limits the number of records per record batch. With one record per batch, the broker's response
         identifies a refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused
-        if the broker refuses a record, in which case nothing is committed. A canceled commit takes effect completely or
-        not at all. Concurrent calls run one after another.
+        if the broker refuses a record, in which case nothing is committed. Raises StateIncompatible if a topic was
+        deleted or created again. A canceled commit takes effect completely or not at all. Concurrent calls run one
+        after another.
         """
         async with self._one_at_a_time:
             if self._unsure:
@@ -175,7 +188,10 @@ class TransactionalOutbox:
                     fitting = partial(fill, compression=self._compression, most_rows=most_rows, most_bytes=most_bytes)
                     self._session.add(fitting(target, part))
                 self._session.add(fill(self._place, own, compression=self._compression))
-                await self._session.commit({})
+                await self._session.prepare({})
+                # Topics are written by name. A topic that was created again lacks the records and positions so far.
+                await self._check.confirm()
+                await self._session.end()
             except CommitUnknown as unknown:
                 if await self._happened(unknown):
                     return
@@ -195,6 +211,7 @@ class TransactionalOutbox:
     async def _begin_epoch(self) -> _Owner:
         while True:
             try:
+                await self._check.confirm()
                 # A fenced writer must stop without fencing its successor, so also read the owner before the new epoch.
                 await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
@@ -218,6 +235,22 @@ class TransactionalOutbox:
                 f"{self._place.topic!r}. Nothing was sent. To send the source again from its start, delete "
                 f"{self._place.topic!r}; to send only what is new, give the output another name."
             )
+
+    async def _warn_if_sent_before(self) -> None:
+        """Log a warning if there are no positions, although the output has records, which may be this source's."""
+        if self._owner is not None or not self._output:
+            return
+        for number in range(self._topics[self._output].partitions):
+            bounds = await self._answered(partial(self._wire.bounds, TopicPartition(self._output, number)))
+            if bounds.end:
+                log.warning(
+                    "%s: topic %r holds no position, so the source is sent from its start, but topic %r already has "
+                    "records. Those that this source has sent before are sent again.",
+                    self._session.transactional_id,
+                    self._place.topic,
+                    self._output,
+                )
+                return
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
         await self._read(stable=stable)

@@ -46,6 +46,7 @@ _GROWN: Final = (
     "From now on, producers may send an ID to a partition where it is unknown: `dedup reset` starts over with the new "
     "number of partitions, and says if the output needs more partitions first."
 )
+_RESET: Final = "Start over with `dedup reset`."
 
 
 class TopicCheck:
@@ -59,16 +60,24 @@ class TopicCheck:
     """
 
     def __init__(
-        self, wire: Wire, expected: Mapping[str, TopicNow], may_grow: Collection[str] = (), after_growth: str = _GROWN
+        self,
+        wire: Wire,
+        expected: Mapping[str, TopicNow],
+        may_grow: Collection[str] = (),
+        after_growth: str = _GROWN,
+        *,
+        remedy: str = _RESET,
     ) -> None:
         """Only topics in ``may_grow`` may gain partitions.
 
-        Error messages about new partitions in other topics end with ``after_growth``.
+        Error messages about new partitions in other topics end with ``after_growth``, and those about deleted or
+        recreated topics with ``remedy``.
         """
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._may_grow: Final = frozenset(may_grow)
         self._after_growth: Final = after_growth
+        self._remedy: Final = remedy
         self._names: Final = tuple(sorted(expected))
         """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
@@ -145,9 +154,8 @@ class TopicCheck:
                 silent += not gone
                 if absent >= _MOST_ABSENT:
                     raise StateIncompatible(
-                        f"topic {gone[0]!r} was deleted while this worker used it. Earlier commits are kept; nothing "
-                        f"more was committed. If it is recreated, it is a different topic: start over with "
-                        f"`dedup reset`."
+                        f"topic {gone[0]!r} was deleted while it was in use. Earlier commits are kept; nothing more "
+                        f"was committed. If it is recreated, it is a different topic. {self._remedy}"
                     )
             await self._wire.pause(PAUSE_MS)
         return False
@@ -158,14 +166,14 @@ class TopicCheck:
         match found:
             case TopicNow(topic_id, _) if topic_id != expected.topic_id:
                 raise StateIncompatible(
-                    f"topic {name!r} was deleted and recreated while this worker used it: it had id "
-                    f"{expected.topic_id} and has id {topic_id} now. Earlier commits are kept; no record of the new "
-                    f"topic was judged. Start over with `dedup reset`."
+                    f"topic {name!r} was deleted and recreated while it was in use: it had id {expected.topic_id} and "
+                    f"has id {topic_id} now. Earlier commits are kept; no record of the new topic was read, and none "
+                    f"was committed to it. {self._remedy}"
                 )
             case TopicNow(_, partitions) if partitions > expected.partitions and name not in self._may_grow:
                 raise StateIncompatible(
-                    f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
-                    f"started. Nothing read since the change was committed. {self._after_growth}"
+                    f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} at the start. "
+                    f"Nothing read since the change was committed. {self._after_growth}"
                 )
             case TopicNow():
                 return True

@@ -102,3 +102,45 @@ async def test_ingest_does_not_go_on_in_a_topic_that_lacks_what_it_sent(stage, a
             await stage.ingest()
     admin.delete_topic(f"{stage.name}-source-offsets")
     assert (await stage.ingest()).records == len(stage.read()) == 10
+
+
+@pytest.mark.parametrize("how", ["deleted", "made again"])
+@pytest.mark.parametrize("which", ["output", "positions", "dead letters"])
+def test_ingest_stops_if_one_of_its_topics_is_another_one(stage, admin, which, how):
+    """Was: it went on in the new topic, which lacks what was sent before, or waited for ever for the deleted one.
+
+    Without the positions, the next start would send everything again.
+    """
+    topic = {"positions": f"{stage.name}-source-offsets", "dead letters": f"{stage.name}.dead-letter"}.get(
+        which, stage.topic
+    )
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 10))
+    ingest = stage.start("ingest", str(stage.ingest_file(stage.files())))
+    until(lambda: len(stage.read()) == 10, lambda: f"ten lines are sent:\n{ingest.log}")
+    ingest.pause()
+    partitions = len(admin.end_offsets(topic))
+    admin.delete_topic(topic)
+    if how == "made again":
+        admin.create_topic(topic, partitions, KEPT)
+    with path.open("ab") as file:
+        file.write(lines(10, 10) + b"no json\n")
+    ingest.resume()
+    assert ingest.wait() == INCOMPATIBLE, ingest.log
+    assert f"topic {topic!r} was deleted" in ingest.log
+    assert "restore it first: without the positions in it, a restart sends everything again" in ingest.log
+    assert "Traceback" not in ingest.log
+    if which != "output":
+        assert len(stage.read()) == 10
+    elif how == "made again":
+        assert stage.read() == []
+
+
+async def test_ingest_says_that_it_sends_everything_again(stage, admin, caplog):
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 10))
+    await stage.ingest()
+    assert caplog.messages == []
+    admin.delete_topic(f"{stage.name}-source-offsets")
+    assert (await stage.ingest()).records == 10
+    says = f"topic '{stage.name}-source-offsets' holds no position, so the source is sent from its start"
+    assert any(says in message for message in caplog.messages)

@@ -78,7 +78,7 @@ def test_f71_source_topic_deleted_under_a_worker_that_has_nothing_to_do(job: Job
     worker = job.start()
     job.until_done()
     job.admin.delete_topic(job.topology.source.topics[0])
-    refusing(worker, "was deleted while this worker used it")
+    refusing(worker, "was deleted while it was in use")
 
 
 @pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "running"])
