@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from struct import Struct
@@ -18,6 +19,7 @@ from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 from aiokafka.protocol.admin import DescribeConfigsRequest
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import (
     AddOffsetsToTxnRequest,
@@ -182,6 +184,7 @@ class KafkaWire:
         """
         client = AIOKafkaClient(**self.connection.client_options())
         back_off(client)
+        never_create_topics(client)
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
         while True:
             try:
@@ -605,6 +608,24 @@ def back_off(client: AIOKafkaClient) -> None:
         return made
 
     client._get_conn = connect_later  # noqa: SLF001
+
+
+_update: Final = AIOKafkaClient._metadata_update  # noqa: SLF001  # aiokafka has no option for this
+_ASKING_ONLY: Final = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
+_UPDATE_WITHOUT_CREATING: Final = types.FunctionType(
+    _update.__code__, {**_update.__globals__, "MetadataRequest": _ASKING_ONLY}
+)
+"""aiokafka's own method, except that its requests do not make brokers create topics."""
+
+
+def never_create_topics(client: AIOKafkaClient) -> None:
+    """Make a client look up topics without creating them.
+
+    By default, aiokafka lets brokers create each topic that it looks up, and brokers do so with their default numbers
+    of partitions and retention times unless `auto.create.topics.enable` is off. A topic that somebody deletes under a
+    running process would then be created again at once.
+    """
+    client._metadata_update = types.MethodType(_UPDATE_WITHOUT_CREATING, client)  # noqa: SLF001
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client

@@ -34,6 +34,8 @@ _CONSUMER: Final = {
     "kafka.isolation.level": "read_committed",
     "includeHeaders": "true",
     "failOnDataLoss": "true",
+    # Otherwise, a consumer makes brokers create a topic that was deleted.
+    "kafka.allow.auto.create.topics": "false",
     # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
     # fetched in advance, so each poll should return many records. The default is 500.
     "kafka.max.poll.records": "50000",

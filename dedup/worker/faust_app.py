@@ -34,7 +34,7 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
-from dedup.kafka.client import KafkaWire, back_off, sendable
+from dedup.kafka.client import KafkaWire, back_off, never_create_topics, sendable
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.requests import HeartbeatRequest_v3
@@ -198,7 +198,9 @@ class Consumer(FaustConsumer):
             heartbeat_interval_ms=min(app.settings.session_timeout_ms // _HEARTBEATS, _MOST_HEARTBEAT_MS),
             rebalance_timeout_ms=60_000,
         )
-        back_off(self.client._client)  # noqa: SLF001  # aiokafka's consumer creates its own client
+        inner = self.client._client  # noqa: SLF001  # aiokafka's consumer creates its own client
+        back_off(inner)
+        never_create_topics(inner)
         await self.client.start()
         self._name_heartbeats()
         # By default, the client loops over all partitions five times a second.
