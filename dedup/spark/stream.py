@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible, TaskMigrated
@@ -61,11 +61,12 @@ from dedup.spark.task_attempt import (
     PartitionReport,
     deleted_unjudged,
     judge_partition,
+    pass_markers,
 )
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.layout import alone
-from dedup.worker.offsets import bounds_of, committed_offset, first_offset
+from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_readable
 from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
@@ -216,6 +217,18 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
     return Prepared(topology, settings, cluster, positions, tuple(unpinned))
 
 
+async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> list[TopicPartition]:
+    """Return those of the partitions in which markers or aborted records follow the committed offset."""
+    name = ready.topology.name
+    async with connected(ready.settings, f"dedup-{name}-spark") as wire:
+
+        async def precedes(place: TopicPartition) -> bool:
+            committed = await committed_offset(wire, name, place, stable=False)
+            return committed is not None and await first_readable(wire, place, committed) > committed
+
+        return [place for place in places if await precedes(place)]
+
+
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[TaskGroup]:
     """Yield a task group with one started task for the partition; the task begins with empty local state."""
@@ -295,7 +308,7 @@ class _IdleMarks:
         if position is None:
             self._quiet.pop(feeding, None)
             return
-        if position != before:
+        if before is None or (position != before and (await lag_after(wire, feeding, before)).records):
             since_s = now_s
         elif now_s - since_s >= self._ready.topology.idle_after_ms / 1000 and await self._mark(wire, feeding, position):
             since_s = math.inf
@@ -409,18 +422,32 @@ class _Query:
         plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows, self.registry)
         with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
             found = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT).collect()
-        reports: list[PartitionReport] = []
-        for row in found:
-            # The value is safe to unpickle, because an executor of this stream sent it over a connection that also
-            # carries passwords.
-            report = pickle.loads(row["report"])  # noqa: S301
-            if isinstance(report, DedupError):
-                raise report
-            reports.append(report)
+            reports = list(_reports_in(found))
+            if len(reports) < rows.rdd.getNumPartitions():
+                reports += self._pass_markers(plan, rows.sparkSession, {report.feeding for report in reports})
         judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
         self.monitor.add(judged)
         if self.options.on_batch is not None:
             self.options.on_batch(judged)
+
+    def _pass_markers(
+        self, plan: AttemptPlan, spark: SparkSession, judged: Collection[TopicPartition]
+    ) -> Iterator[PartitionReport]:
+        """Let tasks commit the offsets after aborted records in the partitions that had no row to judge.
+
+        A Spark partition without rows does not show which Kafka partition it is.
+        """
+        silent = [place for place in self.ready.feeding(self.sub_topology) if place not in judged]
+        try:
+            passed = asyncio.run(_before_markers(self.ready, silent))
+        except BrokerUnavailable as error:
+            log.warning("%s: aborted records are passed after a later micro-batch: %s", self.name, error, extra=ASIDE)
+            passed = []
+        if not passed:
+            return iter(())
+        places = spark.sparkContext.parallelize(passed, len(passed))
+        frame = spark.createDataFrame(places, "topic string, partition int")
+        return _reports_in(frame.mapInArrow(partial(pass_markers, plan), REPORT).collect())
 
     def goes_on(self, spark: SparkSession) -> bool:
         """Return whether the query is active; if a known Spark defect (`_failed_in_report`) has stopped the query,
@@ -470,6 +497,17 @@ class _Query:
             f"the query {self.name} failed: {text}\nNothing is lost: fix the cause and start it again with the same "
             f"checkpoint."
         )
+
+
+def _reports_in(found: Iterable[Row]) -> Iterator[PartitionReport]:
+    """Yield the reports of task attempts. If an attempt reports an error, raise that error."""
+    for row in found:
+        # The value is safe to unpickle, because an executor of this stream sent it over a connection that also carries
+        # passwords.
+        report = pickle.loads(row["report"])  # noqa: S301
+        if isinstance(report, DedupError):
+            raise report
+        yield report
 
 
 def _failed_in_report(query: StreamingQuery) -> bool:

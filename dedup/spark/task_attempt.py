@@ -12,6 +12,9 @@ group's offset. Each attempt begins at the next offset to judge, and therefore h
   InitProducerId request of the newer attempt fences the older one.
 * If records exist between the next offset to judge and the first input row, the attempt stops, because otherwise these
   records would be lost.
+* If transaction markers and aborted records follow the judged records, the attempt commits the offset after them, as a
+  worker does. Otherwise, if retention deleted them, it would look as if records had been deleted before they were
+  judged.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import pyarrow as pa
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import of_outage, text_format
-from dedup.kafka.record_batch import GC_THRESHOLD, FeedBatch
+from dedup.kafka.record_batch import GC_THRESHOLD, Columns, FeedBatch
 from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
@@ -45,7 +48,7 @@ from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
-from dedup.worker.offsets import bounds_of, first_record
+from dedup.worker.offsets import bounds_of, first_readable, first_record
 from dedup.worker.task import SteadyClock, Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
@@ -123,15 +126,28 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     attempt would fail in the same way, the function puts the error in the report, and the driver raises the error.
     The report also contains the attempt's warnings, which the driver logs.
     """
-    gc.set_threshold(GC_THRESHOLD)
     batches = feed_batches(arrow)
     first = next(batches, None)
-    if first is None:
-        return
+    if first is not None:
+        yield _reported(plan, first.feeding, first, batches)
+
+
+def pass_markers(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """For each row (`topic`, `partition`), commit the offset after the markers and aborted records that follow the last
+    judged record, and yield one row of `REPORT`. Errors are handled as in `judge_partition`.
+    """
+    for place in (place for batch in arrow for place in batch.to_pylist()):
+        yield _reported(plan, TopicPartition(**place), None, iter(()))
+
+
+def _reported(
+    plan: AttemptPlan, feeding: TopicPartition, first: FeedBatch | None, batches: Iterator[FeedBatch]
+) -> pa.RecordBatch:
+    gc.set_threshold(GC_THRESHOLD)
     report: PartitionReport | DedupError
     try:
         with _warnings_of_attempt() as warnings, asyncio.Runner() as runner:
-            report = replace(runner.run(_judge(plan, first, batches)), warnings=warnings)
+            report = replace(runner.run(_judge(plan, feeding, first, batches)), warnings=warnings)
     except TaskMigrated:
         raise
     except DedupError as error:
@@ -139,7 +155,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
             raise
         # Some error classes cannot be unpickled, so the report contains a new error with the same text.
         report = ERRORS_BY_NAME.get(type(error).__name__, DedupError)(str(error))
-    yield pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
+    return pa.RecordBatch.from_pydict({"report": pa.array([pickle.dumps(report)], pa.binary())})
 
 
 class _AttemptLog(logging.Handler):
@@ -186,18 +202,20 @@ def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
         root.handlers[:] = before
 
 
-async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
-    had = plan.cluster.topics[first.feeding.topic].partitions
-    if first.feeding.partition >= had:
+async def _judge(
+    plan: AttemptPlan, feeding: TopicPartition, first: FeedBatch | None, batches: Iterator[FeedBatch]
+) -> PartitionReport:
+    had = plan.cluster.topics[feeding.topic].partitions
+    if feeding.partition >= had:
         raise StateIncompatible(
-            f"topic {first.feeding.topic!r} had {had} partitions when the stream started, but now has partition "
-            f"{first.feeding.partition}: IDs may have moved away from the partition with their sightings. No record of "
+            f"topic {feeding.topic!r} had {had} partitions when the stream started, but now has partition "
+            f"{feeding.partition}: IDs may have moved away from the partition with their sightings. No record of "
             f"the new partition was judged. `dedup reset` and an empty checkpoint directory start from scratch."
         )
     settings = plan.settings.reveal()
     name = plan.topology.name
     async with connected(settings, f"dedup-{name}-spark", patience_ms=int(_BROKER_WITHIN_S * 1000)) as wire:
-        with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
+        with _own_directory(settings.state_dir, name, feeding) as state_dir:
             here = settings.model_copy(update={"state_dir": state_dir})
             topology, schemas = plan.topology, None
             if plan.registry is not None:
@@ -205,7 +223,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
                 topology = topology.knowing(schemas.book)
             factory = TaskFactory(topology, here, plan.cluster, wire, *_clock_and_memory())
             try:
-                return await _Attempt(factory, wire, first.feeding, plan, schemas).run(first, batches)
+                return await _Attempt(factory, wire, feeding, plan, schemas).run(first, batches)
             finally:
                 if schemas is not None:
                     schemas.close()
@@ -238,10 +256,11 @@ class _Attempt:
     def _task(self) -> Task:
         return self._group.tasks[self._feeding]
 
-    async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> PartitionReport:
+    async def run(self, first: FeedBatch | None, batches: Iterator[FeedBatch]) -> PartitionReport:
         try:
             await self._start()
-            await _refuse_gap(self._wire, self._task, first)
+            if first is not None:
+                await _refuse_gap(self._wire, self._task, first)
             follows, rest = self._task.next_offset, chain([first], batches)
             while (batch := await self._next(rest)) is not None:
                 linked = replace(batch, follows=follows)
@@ -252,11 +271,21 @@ class _Attempt:
                 await self._task.process(linked)
                 if sum(map(len, self._uncommitted)) >= self._commit_rows:
                     await self._commit()
+            await self._pass_markers(follows)
             await self._commit()
             # `_report` reads the store, so it must run before `close` releases the store.
             return self._report()
         finally:
             await self._group.close(drain=False)
+
+    async def _pass_markers(self, follows: int) -> None:
+        """Move the task's position behind the markers and aborted records that follow it."""
+        # The end of the input does not show them: an attempt whose upstream task has failed sees an end, too.
+        end = await first_readable(self._wire, self._feeding, self._task.next_offset)
+        passed = FeedBatch.of(self._feeding, Columns(), follows=follows, ends_at=end)
+        if passed.next_offset > self._task.next_offset:
+            self._uncommitted.append(passed)
+            await self._task.process(passed)
 
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
         """Wait until all schemas named in a batch are known; before waiting, commit the open transaction."""
@@ -266,7 +295,7 @@ class _Attempt:
             await self._commit()
             await schemas.found(refs, within_s=_REGISTRY_WITHIN_S)
 
-    async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
+    async def _next(self, batches: Iterator[FeedBatch | None]) -> FeedBatch | None:
         """Return the next batch, or None at the end of the input; while waiting, commit a transaction that has been
         open too long.
 

@@ -89,6 +89,20 @@ async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: i
     return None
 
 
+async def first_readable(wire: Wire, partition: TopicPartition, begin: int) -> int:
+    """Return the first offset from ``begin`` on that may have a record: markers and aborted records are passed over.
+
+    The function neither waits for open transactions nor passes over offsets that retention has deleted.
+    """
+    bounds = await bounds_of(wire, partition)
+    while bounds.start <= begin < bounds.end:
+        fetched = await answered(wire, partial(wire.fetch, partition, begin, max_bytes=_FETCH_BYTES, wait_ms=0))
+        if fetched.offsets or fetched.next_offset <= begin:
+            return fetched.offsets[0] if fetched.offsets else begin
+        begin = fetched.next_offset
+    return begin
+
+
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
     """Return only the offset from `committed_position`, without the leader epoch and the note."""
     position = await committed_position(wire, group, source, stable=stable)

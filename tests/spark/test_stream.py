@@ -22,11 +22,12 @@ from dedup.errors import RecordFailed, StateIncompatible, TaskMigrated
 from dedup.kafka.wire import TopicPartition as Place
 from dedup.metrics import METRICS, TaskNumbers
 from dedup.settings import Settings, Web
-from dedup.spark.session import PicklableSettings
-from dedup.spark.stream import StreamOptions, prepared, start_stream
+from dedup.spark.session import PicklableSettings, connected
+from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
 from dedup.spark.stream_monitor import StreamMonitor
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
+from dedup.verify.verifier import verify
 from tests.integration.fleet import until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
@@ -72,8 +73,6 @@ def test_verdicts_are_the_models_and_a_restart_goes_on(make_job, run):
 
 def judge(job):
     """Every verdict is the model's; `Job.judge` also counts distinct IDs, for guards that cover the whole stream."""
-    from dedup.verify.verifier import verify  # noqa: PLC0415
-
     report = verify(job.topology, job.settings)
     assert report.passed, report.samples[:10]
     assert sum(report.not_provable.values()) == 0
@@ -252,6 +251,58 @@ def test_transactions_in_the_source_leave_gaps_that_lose_nothing(make_job, run):
     job.send(events[1_000:], transactional_id=f"{job.name}-c")
     run(job)
     job.judge()
+
+
+@pytest.mark.parametrize("topics", [1, 2])
+@pytest.mark.parametrize(("commit", "apart"), [(True, False), (False, False), (False, True)])
+def test_the_end_of_a_transaction_may_be_deleted_once_all_is_judged(make_job, run, topic_names, commit, apart, topics):
+    """Was: the offset before the markers was committed, so a quiet partition that retention had emptied was refused."""
+    names = [topic_names(str(at)) for at in range(topics)]
+    job = make_job(document={"source": {"topics": names, **({"partitioned_by": "tracking_id"} if topics == 1 else {})}})
+
+    def send(seed, commit):
+        job.send(workload(seed, 200, topics=topics), transactional_id=f"{job.name}-x", commit=commit)
+        for name in names:
+            job.admin.until_visible(name)
+
+    send(41, commit=True)
+    if apart:
+        run(job)  # so that Spark reads no row at all of what follows
+    send(42, commit=commit)
+    run(job)
+    for name in names:
+        assert job.committed(name) == job.admin.end_offsets(name)
+        job.admin.delete_below(name, job.admin.end_offsets(name))
+    assert total(run(job, checkpoint="another"), "judged") == 0
+    job.send(workload(43, 200, topics=topics))
+    run(job)
+    if topics == 1:
+        assert verify(job.topology, job.settings).passed
+
+
+def test_aborted_records_do_not_end_the_silence_of_a_source_partition(make_job, run, topic_names):
+    """A stream also commits the offset after them, and the partition must be marked idle nevertheless."""
+    job = make_job(document={"source": {"topics": [topic_names("one"), topic_names("two")]}})
+    job.send(workload(44, 100, topics=2))
+    run(job)
+    feeding = Place(job.topology.source.topics[0], 0)
+
+    async def look(marks):
+        async with connected(job.settings, "look") as wire:
+            await marks._look(wire, feeding)
+        return marks._quiet[feeding]
+
+    marks = _IdleMarks(asyncio.run(prepared(job.topology, job.settings)))
+    _, since_s = asyncio.run(look(marks))
+    job.send([Event(0, b"never", BASE_MS)], transactional_id=f"{job.name}-x", commit=False)
+    job.admin.until_visible(feeding.topic)
+    before = job.committed(feeding.topic)
+    run(job)
+    assert job.committed(feeding.topic) != before
+    assert asyncio.run(look(marks))[1] == since_s
+    job.send([Event(0, b'{"id":"new"}', BASE_MS)])
+    run(job)
+    assert asyncio.run(look(marks))[1] > since_s
 
 
 def test_a_policy_that_stops_is_raised_as_what_it_is(make_job, run):
