@@ -157,8 +157,10 @@ class RunDirectory:
         """Return the report if the run has been published; otherwise, return the clock time in ms that the run must
         use.
 
-        Raises StateIncompatible if a run with this name was published with a different input, topology, or order.
+        Raises StateIncompatible if a run with this name was published with a different input, topology, or order, or if
+        its directory has no report.
         """
+        there = self._renames and self._files.exists(self._root.at(f"run={self._run}"))
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
             if identity != published.identity:
@@ -169,6 +171,12 @@ class RunDirectory:
                 )
             self._delete_attempts()
             return published
+        if there:
+            raise StateIncompatible(
+                f"{self.path} exists, but its {REPORT} is missing, so it is unknown whether the directory is a whole "
+                f"run, and of which input. Nothing was judged. Restore {REPORT}, remove the directory, or choose "
+                f"another --run."
+            )
         begun = json.loads(self._root.read(mark)) if self._files.exists(mark) else None
         if begun is not None and begun["identity"] == identity:
             return int(begun["now_ms"])
