@@ -93,7 +93,15 @@ def as_records(
     required, and the job fails at any row in which `timestampType` is not 1. Raises TopologyError with a list of the
     columns that are missing or have an unsupported type; ``place`` is the DataFrame's name in the error.
     """
-    problems = [text for text in (_problem(df, name) for name in _TYPES if name != _KIND or by_arrival) if text]
+    known = {name.lower(): name for name in _TYPES if name != _KIND or by_arrival}
+    # Spark does not distinguish the case of names, so users expect that such a column is read.
+    problems = [
+        f"has the column `{name}`, which is not read, because upper and lower case differ: rename it to "
+        f"`{known[name.lower()]}`, or drop it"
+        for name in df.columns
+        if name not in {*known.values(), *others} and known.get(name.lower(), name) not in df.columns
+    ]
+    problems += [text for text in (_problem(df, name) for name in known.values()) if text]
     if by_arrival and _KIND not in df.columns:
         problems.append(
             f"has no column `{_KIND}`, which shows that the times are the broker's: with `event_time: arrival`, keep "

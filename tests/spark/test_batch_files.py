@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from dedup.errors import RecordFailed, SettingsError, StateIncompatible, TopologyError
 from dedup.spark.backfill import RunDirectory, backfill
@@ -527,6 +528,25 @@ def test_a_column_in_the_paths_that_differs_only_in_case_is_refused(spark, tmp_p
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     with pytest.raises((TopologyError, SettingsError), match=r"(?i)column \w+: is a column that .* adds"):
         backfill(history, topology(), str(tmp_path / "out"), fmt=out, now_ms=NOW_MS)
+
+
+def test_columns_of_a_record_in_another_case_are_refused(spark, tmp_path):
+    """Was: not read, without a word, so these rows were judged in the order of event times."""
+    write(tmp_path / "in.parquet", LOG)
+    rows = spark.read.parquet(str(tmp_path / "in.parquet"))
+    rows = rows.withColumnsRenamed({"topic": "Topic", "partition": "Partition", "offset": "OFFSET"})
+    rows.withColumn("timestamptype", F.lit(0)).write.parquet(str(tmp_path / "in"))
+    with pytest.raises(TopologyError) as refused:
+        read_files(spark, [str(tmp_path / "in")], "parquet")
+    assert [problem.text for problem in refused.value.problems] == [
+        f"has the column `{name}`, which is not read, because upper and lower case differ: rename it to "
+        f"`{name.lower()}`, or drop it"
+        for name in ("Topic", "Partition", "OFFSET")
+    ]
+    with pytest.raises(TopologyError, match="the DataFrame: has the column `Topic`"):
+        dedup(rows, topology(), shape="kafka")
+    # Events have members of any name.
+    assert read_files(spark, [str(tmp_path / "in")], "parquet", rows_are_events=True).records.count() == len(LOG)
 
 
 def test_a_column_in_the_paths_that_dedup_adds_is_refused(spark, tmp_path):
