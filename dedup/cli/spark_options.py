@@ -39,13 +39,18 @@ NowOption = Annotated[
 ]
 
 InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
-_FORMATS: Final = "parquet, json (one event per line), json-records, delta, or table (a table's name)"
+_FILE_FORMATS: Final = "parquet, json (one event per line), json-records"
+_FORMATS: Final = f"{_FILE_FORMATS}, delta, or table (a table's name)"
 HistoryFormat = Annotated[
     InputFormat, typer.Option("--format", metavar="FORMAT", help=f"Format of --history: {_FORMATS}.")
 ]
 FormatOption = Annotated[
     InputFormat, typer.Option("--format", metavar="FORMAT", help=f"Format of --input: {_FORMATS}.")
 ]
+GrowingFormat = Annotated[
+    InputFormat, typer.Option("--format", metavar="FORMAT", help=f"Format of --input: {_FILE_FORMATS}, or delta.")
+]
+"""The format `table` is refused with a sentence that says what to use instead."""
 Checkpoint = Annotated[
     str,
     typer.Option(metavar="DIRECTORY", help="Directory for Spark's checkpoint; each topology needs its own directory."),
