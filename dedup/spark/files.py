@@ -45,7 +45,8 @@ FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
-_REPETITION: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) ")
+_NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
+"""What Spark and Arrow ignore in the schema of a Parquet file: whether a column is required, and the IDs of fields."""
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
 _DETAILS: Final = "# Detailed Table Information"
@@ -404,8 +405,7 @@ def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
         source = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, conf)
         reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(source)
         schema = reader.getFileMetaData().getSchema()
-        # Spark and Arrow read a required column like an optional one.
-        return {kind.getName(): _REPETITION.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
+        return {kind.getName(): _NO_DIFFERENCE.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
     except Py4JJavaError as error:
         reason = str(error.java_exception.getMessage()).splitlines()[0]
         return Problem(file, f"is damaged: {reason}. Repair or remove it")

@@ -154,3 +154,25 @@ def test_required_and_optional_columns_of_the_same_type_are_the_same_columns(spa
         SettingsError, match=r"2.parquet: column `value` is binary value \(STRING\), but binary value in"
     ):
         read_files(spark, [str(tmp_path / "in")], "parquet")
+
+
+def test_columns_with_and_without_field_ids_are_the_same_columns(spark, tmp_path):
+    """Was: refused as different. Iceberg and Arrow write IDs, Spark does not."""
+
+    def schema(*, ids: bool) -> pa.Schema:
+        def field(name: str, kind: pa.DataType, number: int) -> pa.Field:
+            return pa.field(name, kind, metadata={"PARQUET:field_id": str(number)} if ids else None)
+
+        header = pa.struct([field("key", pa.string(), 4), field("value", pa.binary(), 5)])
+        return pa.schema([field("value", pa.binary(), 1), field("headers", pa.list_(field("element", header, 3)), 2)])
+
+    (tmp_path / "in").mkdir()
+    for number, ids in enumerate((True, False)):
+        rows = pa.table([[event(number)], [[("k", b"v")]]], schema=schema(ids=ids))
+        pq.write_table(rows, tmp_path / "in" / f"{number}.parquet")
+    assert values(spark, [tmp_path / "in"]) == [event(0), event(1)]
+    pq.write_table(pa.table({"value": ["text"]}), tmp_path / "in" / "2.parquet")
+    with pytest.raises(
+        SettingsError, match=r"2.parquet: column `value` is binary value \(STRING\), but binary value in"
+    ):
+        values(spark, [tmp_path / "in"])
