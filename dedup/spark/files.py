@@ -425,7 +425,13 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
     for file in files:
         # The names of Delta files are not URL-encoded, but the names of other tables' files are.
         path = jvm.org.apache.hadoop.fs.Path(file if file in plain else jvm.java.net.URI(file.replace(" ", "%20")))
-        status = path.getFileSystem(conf).getFileStatus(path)
+        try:
+            status = path.getFileSystem(conf).getFileStatus(path)
+        except Py4JJavaError as error:
+            if "FileNotFoundException" not in str(error):
+                raise
+            text = "was deleted, but is listed in the input. Nothing was judged. Restore it, or repair the table"
+            raise SettingsError([Problem(file, text)]) from error
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()
     return _Input(table, of_path, digest.hexdigest(), size_bytes)

@@ -20,7 +20,7 @@ from pyspark.sql import DataFrameWriter
 
 from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
-from dedup.errors import StateIncompatible, TopologyError
+from dedup.errors import SettingsError, StateIncompatible, TopologyError
 from dedup.spark.incremental import OutputTable, incremental, store_warning
 from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
 from dedup.spark.table_log import DeltaLog
@@ -500,6 +500,18 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
     assert sorted(each["id"] for each in read) == [1, 1, 2, 2, 3, 4, 5]
     assert sorted(each["id"] for each in read if each.get("customer")) == [2, 5]
     assert {each["at"] for each in read} == {"10:00"}
+
+
+def test_a_first_run_on_a_delta_table_that_lacks_a_file_is_refused_in_a_sentence(spark, tmp_path):
+    bronze = tmp_path / "bronze"
+    bronze_rows(spark, [1, 2], [0, 1]).write.format("delta").save(str(bronze))
+    (file, *_) = bronze.glob("*.parquet")
+    file.unlink()
+    source = NewVersions(spark, str(bronze), rows_are_events=True)
+    with pytest.raises(
+        SettingsError, match=rf"{file.name}: was deleted, but is listed in the input. Nothing was judged"
+    ):
+        incremental(source, of_columns(), str(tmp_path / "silver"), now_ms=NOW_MS, say=quiet)
 
 
 def test_times_that_partition_a_delta_table_are_those_of_its_log(spark, tmp_path):
