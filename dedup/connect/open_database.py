@@ -14,7 +14,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
@@ -93,7 +92,7 @@ class SqliteConnection(DatabaseConnection):
             )
         if read_only:
             # By default, one text that is not UTF-8 makes the whole query fail, without saying which row contains it.
-            self._connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
+            self._connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
         # A connection that only reads would not notice that its file was replaced.
         self._read_inode: Final = self._inode() if read_only else 0
 
