@@ -17,7 +17,6 @@ from tests.connect.stage import lines
 from tests.waiting import until
 
 pytestmark = pytest.mark.broker
-MOST_FILES = 2_000
 
 
 def numbers(stage):
@@ -622,50 +621,6 @@ def test_a_file_that_is_rotated_and_deleted_between_two_scans(stage, more):
     reuse_inode(stage, lines(0, 1) + more)  # before another scan
     with pytest.raises(AuthorMistake, match=r"a\.log: has the inode of .*a\.log\.1, which was read up to byte"):
         files.poll()
-    files.close()
-
-
-def file_with_inode(stage, inode):
-    """Return a new, empty file, to which the file system has given this inode again."""
-    made = []
-    try:
-        while len(made) < MOST_FILES:
-            made.append(stage.directory / f"new-{len(made)}")
-            made[-1].touch()
-            if made[-1].stat().st_ino == inode:
-                return made.pop()
-        pytest.skip("this file system does not reuse an inode number at once")
-    finally:
-        for each in made:
-            each.unlink()
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_new_file_with_the_inode_of_a_file_that_was_moved_away_and_deleted(stage, restarted):
-    """Was: if it began with the same line, it was read from where the old one ended."""
-    files = files_of(stage, "*.log")
-    path, away = stage.incoming / "a.log", stage.directory / "a.log"
-    path.write_bytes(lines(0, 1))
-    found = files.poll()
-    files.committed({found.part: found.position})
-    if not json.loads(found.position)["inode_version"]:
-        pytest.skip("this file system does not tell one use of an inode number from the next")
-    assert files.poll() is None  # the rest of the first scan's turns
-    path.rename(away)
-    assert files.poll() is None  # that it is gone is seen, and it is closed
-    inode = away.stat().st_ino
-    away.unlink()
-    new = file_with_inode(stage, inode)
-    new.write_bytes(lines(0, 3))
-    if restarted:
-        files.close()
-        files = files_of(stage, "*.log")
-        files.restore({found.part: found.position})
-    new.rename(path)
-    with pytest.raises(AuthorMistake, match="is it a copy"):  # as with a new file of any other inode
-        files.poll()
-    path.rename(stage.incoming / "b.log")
-    assert files.poll().values == lines(0, 3).splitlines()
     files.close()
 
 

@@ -1,8 +1,9 @@
-"""The files that ingest has open: busy ones, many, and some that can no longer be read."""
+"""The files that ingest has open: busy ones, many, some that can no longer be read, and one whose inode is reused."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from pathlib import Path
@@ -16,6 +17,8 @@ from dedup.errors import AuthorMistake
 from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.schema import FilesSource
 from tests.connect.stage import lines
+
+MOST_FILES = 2_000
 
 
 def files_in(directory):
@@ -74,3 +77,49 @@ def test_more_files_stay_open_than_a_shell_allows(tmp_path):
         files.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+
+
+def file_with_inode(directory, inode):
+    """Return a new, empty file, to which the file system has given this inode again."""
+    made = []
+    try:
+        while len(made) < MOST_FILES:
+            made.append(directory / f"new-{len(made)}")
+            made[-1].touch()
+            if made[-1].stat().st_ino == inode:
+                return made.pop()
+        pytest.skip("this file system does not reuse an inode number at once")
+    finally:
+        for each in made:
+            each.unlink()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_new_file_with_the_inode_of_a_file_that_was_moved_away_and_deleted(tmp_path, restarted):
+    """Was: if it began with the same line, it was read from where the old one ended."""
+    incoming = tmp_path / "in"
+    incoming.mkdir()
+    files = files_in(incoming)
+    path, away = incoming / "a.log", tmp_path / "a.log"
+    path.write_bytes(lines(0, 1))
+    found = files.poll()
+    files.committed({found.part: found.position})
+    if not json.loads(found.position)["inode_version"]:
+        pytest.skip("this file system does not tell one use of an inode number from the next")
+    assert files.poll() is None  # the rest of the first scan's turns
+    path.rename(away)
+    assert files.poll() is None  # that it is gone is seen, and it is closed
+    inode = away.stat().st_ino
+    away.unlink()
+    new = file_with_inode(tmp_path, inode)
+    new.write_bytes(lines(0, 3))
+    if restarted:
+        files.close()
+        files = files_in(incoming)
+        files.restore({found.part: found.position})
+    new.rename(path)
+    with pytest.raises(AuthorMistake, match="is it a copy"):  # as with a new file of any other inode
+        files.poll()
+    path.rename(incoming / "b.log")
+    assert files.poll().values == lines(0, 3).splitlines()
+    files.close()
