@@ -23,7 +23,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
-from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal
+from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden
 from dedup.spark.row_events import as_events, quoted
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
@@ -59,8 +59,10 @@ class NewFiles:
         """Return a description of the files that no run has read, or None if there are no such files.
 
         Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
-        pattern, or if the directories of the files contain different columns.
+        pattern, or if the directories of the files contain different columns. Raises SettingsError if a path names a
+        file that Spark skips.
         """
+        refuse_hidden(self.spark, self.paths)
         read = position.get("files", {})
         found = self._statuses(self.paths)
         replaced = sorted(name for name in found.keys() & read.keys() if found[name] != read[name])

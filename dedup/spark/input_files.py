@@ -34,6 +34,8 @@ _TABLES: Final[Mapping[Kind, str]] = {
     ),
 }
 _CHECKED_AT_ONCE: Final = 8
+_HIDDEN: Final = re.compile(r"(?:\.|_(?!.*=)).*|.*\._COPYING_")
+"""The names of files that Spark skips (`HadoopFSUtils.shouldFilterOutPathName`)."""
 
 
 def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None = None) -> Mapping[str, str]:
@@ -42,8 +44,10 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
 
     Such directories can be below a path or at its end (``in/day=2026-01-31`` or ``in/day=*``). If ``base`` is given,
     ``paths`` are files below the directory ``base``. Raises SettingsError if files have different columns in their
-    paths, or if a path is a part of a Delta or Iceberg table, whose files also contain deleted rows.
+    paths, if a path names a file that Spark skips, or if a path is a part of a Delta or Iceberg table, whose files also
+    contain deleted rows.
     """
+    refuse_hidden(spark, paths)
     look = _Look(spark)
     files = sorted({_decoded(file) for file in _all(spark, paths).inputFiles()})
     named = {look.qualified(base): look.qualified(base)} if base is not None else look.named(paths, frozenset(files))
@@ -51,13 +55,23 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     look.refuse_tables({*map(_parent, files), *named}, frozenset(named), files)
     layouts = {parent: _layout(parent, roots, upwards=base is None) for parent in map(_parent, files)}
     common = _common(files, layouts)
+    if not common.columns:
+        # With this option, Spark also reads a file once that two paths contain, and does not parse names like `day=`.
+        return {"recursiveFileLookup": "true"}
     if base is not None:
         return {"basePath": base}
-    if not common.columns:
-        return {"recursiveFileLookup": "true"} if roots and not roots.issuperset(layouts) else {}
     # Spark rejects a base path below one of the paths, and does not need it there.
     # The slash makes a path of a bucket (`s3a://archive`).
     return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
+
+
+def refuse_hidden(spark: SparkSession, paths: Iterable[str]) -> None:
+    """Raise SettingsError if a path names a file that Spark skips without a word, even if it is the only path."""
+    hidden = [path for path in paths if _HIDDEN.fullmatch(_name(path)) and not PATTERN.search(path)]
+    text = "is a file that Spark skips, because its name begins with `_` or `.`, or ends with `._COPYING_`; rename it"
+    problems = [Problem(path, text) for path in hidden if _Look(spark).is_file(path)]
+    if problems:
+        raise SettingsError(problems)
 
 
 def literal(path: str) -> str:
@@ -134,6 +148,11 @@ class _Look:
         """Return the absolute path, including the scheme of the file system."""
         made = self._path(path)
         return _text(made.getFileSystem(self._conf).makeQualified(made))
+
+    def is_file(self, path: str) -> bool:
+        """Return whether the path names an existing file."""
+        at = self._path(path)
+        return bool(at.getFileSystem(self._conf).isFile(at))
 
     def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
         """Return what ``paths`` name, except for files that are named without a pattern, and the directory below which

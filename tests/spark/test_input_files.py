@@ -13,6 +13,7 @@ from dedup.errors import SettingsError
 from dedup.spark import read_run
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
+from dedup.spark.incremental_input import NewFiles
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, write
 
 
@@ -176,3 +177,32 @@ def test_columns_with_and_without_field_ids_are_the_same_columns(spark, tmp_path
         SettingsError, match=r"2.parquet: column `value` is binary value \(STRING\), but binary value in"
     ):
         values(spark, [tmp_path / "in"])
+
+
+@pytest.mark.parametrize("names", [("_events.json",), (".events.json", "b.json"), ("events.json._COPYING_",)])
+def test_a_file_that_spark_skips_is_refused_if_a_path_names_it(spark, tmp_path, names):
+    """Was: nothing was read of it, without a word."""
+    for name in names:
+        (tmp_path / name).write_bytes(event(1))
+    paths = [str(tmp_path / name) for name in names]
+    with pytest.raises(SettingsError, match=r"events\.json\S*: is a file that Spark skips, because its name begins"):
+        read_files(spark, paths, "json")
+    with pytest.raises(SettingsError, match=r"is a file that Spark skips"):
+        NewFiles(spark, paths, "json").pin({})
+    # In a directory, such a file is not meant.
+    assert values(spark, [tmp_path], "json") == [event(1)] * (len(names) - 1)
+    put(tmp_path / "_staging" / "a.json", 2)
+    assert values(spark, [tmp_path / "_staging"], "json") == [event(2)]
+
+
+def test_a_file_that_two_paths_contain_is_read_once(spark, tmp_path):
+    """Was: twice, so each of its records was a duplicate of itself."""
+    put(tmp_path / "in" / "a.json", 1, 2)
+    put(tmp_path / "days" / "day=1" / "a.json", 3)
+    for paths, numbers in (
+        (["in", "in/a.json"], (1, 2)),
+        (["in", "in"], (1, 2)),
+        (["in/*.json", "in/a*"], (1, 2)),
+        (["days", "days/day=1"], (3,)),
+    ):
+        assert values(spark, [tmp_path / path for path in paths], "json") == [event(number) for number in numbers]
