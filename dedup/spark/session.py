@@ -52,6 +52,9 @@ _NO_ARRIVAL: Final = re.compile(
 )
 _NO_FILE_SYSTEM: Final = re.compile(r'No FileSystem for scheme "([\w.+-]+)"')
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
+_MISNAMED: Final = re.compile(
+    r"(?:Illegal file pattern|Relative path in absolute URI): [^\n]*|Empty partition column (?:name|value) in '[^\n]*'"
+)
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
 _QUERIES: Final = (
@@ -149,6 +152,14 @@ def _without_file_system(text: str) -> SettingsError | None:
     remedy = "write s3a:" if found[1] in {"s3", "s3n"} else "add its connector to the session, with --conf spark.jars="
     text = f"is a file system that this Spark session does not have; {remedy}"
     return SettingsError([Problem(f"{found[1]}://", text)])
+
+
+def _misnamed(text: str) -> SettingsError | None:
+    found = _MISNAMED.search(text)
+    if found is None:
+        return None
+    remedy = "correct the pattern, or rename files with a colon, and directories with `=` but no name or no value"
+    return SettingsError([Problem("the input", f"has a name that Spark cannot read: {found[0]}; {remedy}")])
 
 
 class HadoopDirectory:
@@ -298,12 +309,10 @@ def translated_errors() -> Iterator[None]:
         yield
     except (PySparkException, Py4JJavaError) as error:
         text = str(error)
-        ours = raised_by_dedup(text)
-        if ours is not None:
-            raise ours from error
-        missing = _without_file_system(text)
-        if missing is not None:
-            raise missing from error
+        for known in (raised_by_dedup, _without_file_system, _misnamed):
+            translated = known(text)
+            if translated is not None:
+                raise translated from error
         created = _NO_ARRIVAL.search(text)
         if created is not None:
             raise StateIncompatible(created[1]) from error

@@ -14,6 +14,7 @@ from dedup.spark import read_run
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
 from dedup.spark.incremental_input import NewFiles
+from dedup.spark.session import translated_errors
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, write
 
 
@@ -206,3 +207,17 @@ def test_a_file_that_two_paths_contain_is_read_once(spark, tmp_path):
         (["days", "days/day=1"], (3,)),
     ):
         assert values(spark, [tmp_path / path for path in paths], "json") == [event(number) for number in numbers]
+
+
+def test_names_that_spark_cannot_read_are_told_in_a_sentence(spark, tmp_path):
+    """Was: a traceback, or the sentence that a whole file is damaged."""
+    put(tmp_path / "colon" / "at-10:15.parquet", 1)
+    put(tmp_path / "day=1" / "=x" / "a.parquet", 1)
+    for path, text in (("colon", "Relative path in .*at-10:15"), ("day=1", "Empty partition column name in '=x'; cor")):
+        with pytest.raises(SettingsError, match=f"has a name that Spark cannot read: {text}"), translated_errors():
+            values(spark, [tmp_path / path])
+    with pytest.raises(SettingsError, match=r"Spark cannot read: Illegal file pattern: .*\[x"), translated_errors():
+        values(spark, [tmp_path / "[x"])
+    # A name without a value is no column.
+    put(tmp_path / "in" / "day=" / "a.parquet", 1)
+    assert values(spark, [tmp_path / "in"]) == [event(1)]
