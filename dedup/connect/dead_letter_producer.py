@@ -167,6 +167,7 @@ class DeadLetterProducer:
         offsets = {record.offset for record in records}
         # Never move the offset back, because an earlier owner may have sent dead letters of later records.
         end = max(state.sent_to, max(offsets) + 1)
+        pause_s = 0.0
         while not offsets <= state.sent:
             try:
                 compression, most_bytes = self._settings.topics.compression, self._topic.fitting_bytes
@@ -176,6 +177,12 @@ class DeadLetterProducer:
             except CommitUnknown as unknown:
                 log.warning("%s", unknown, extra=AWAY)
                 state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
+                if not offsets <= state.sent:
+                    if pause_s:
+                        self._refuse_if_stopped(unknown)
+                    # A broker that lacks replicas, for example, refuses each attempt at once.
+                    await asyncio.sleep(pause_s)
+                    pause_s = PAUSE_S
             else:
                 state.sent |= offsets
         state.sent_to = end
@@ -189,12 +196,15 @@ class DeadLetterProducer:
                 return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
                 log.warning("waiting for the broker: %s", again, extra=AWAY)
-                if self._stopped():
-                    raise BrokerUnavailable(
-                        f"stopped while no broker answered: {again} No row of the transaction was written. The next "
-                        f"start finds out which dead letters were sent, and continues accordingly."
-                    ) from again
+                self._refuse_if_stopped(again)
                 await asyncio.sleep(PAUSE_S)
+
+    def _refuse_if_stopped(self, why: Exception) -> None:
+        if self._stopped():
+            raise BrokerUnavailable(
+                f"stopped while no dead letter could be sent: {why} No row of the transaction was written. The next "
+                f"start finds out which dead letters were sent, and continues accordingly."
+            ) from why
 
     async def close(self) -> None:
         """Abort the transactions that are still open."""

@@ -181,6 +181,7 @@ class TransactionalOutbox:
         output_id = self._topics[self._output].topic_id if self._output else ""
         owner = _Owner(self._run, self._number, self._output, output_id)
         own.append((-1, 0, OWNER_KEY, msgspec.json.encode(owner), []))
+        pause_s = 0.0
         while True:
             try:
                 for target, part in lines.items():
@@ -195,6 +196,14 @@ class TransactionalOutbox:
             except CommitUnknown as unknown:
                 if await self._happened(unknown):
                     return
+                if pause_s and self._stopped():
+                    raise BrokerUnavailable(
+                        f"stopped while no transaction could be committed: {unknown} Nothing of the last transaction "
+                        f"was committed; the next start sends it."
+                    ) from unknown
+                # A broker that lacks replicas, for example, refuses each attempt at once.
+                await asyncio.sleep(pause_s)
+                pause_s = PAUSE_S
             except RecordRefused:
                 self._number -= 1
                 await self._begin_epoch()

@@ -177,7 +177,7 @@ async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
     await asyncio.sleep(0.1)
     assert not sending.done()
     stop.set()
-    with pytest.raises(BrokerUnavailable, match=r"stopped while no broker answered: no answer\. No row"):
+    with pytest.raises(BrokerUnavailable, match=r"stopped while no dead letter could be sent: no answer\. No row"):
         await asyncio.wait_for(sending, 5)
 
 
