@@ -30,11 +30,19 @@ from dedup.connect.database import (
 from dedup.connect.open_database import SqliteConnection, connect
 from dedup.connect.postgres import PostgresConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import BrokerUnavailable, InvariantBroken, SettingsError, StateIncompatible, TaskMigrated
+from dedup.errors import (
+    BrokerUnavailable,
+    CommitUnknown,
+    InvariantBroken,
+    SettingsError,
+    StateIncompatible,
+    TaskMigrated,
+)
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import FeedFetcher
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import NoAnswer
+from dedup.settings import Settings
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
@@ -156,6 +164,34 @@ async def test_a_stop_is_heard_while_no_broker_answers(stage, admin, monkeypatch
         monkeypatch.setattr(writer._outbox, "_stopped", lambda: True)
         with pytest.raises(BrokerUnavailable, match="stopped while no broker answered: topic"):
             await writer._outbox.commit({}, {})
+
+
+async def test_a_stop_is_heard_while_a_partition_is_offline(monkeypatch):
+    """Was: as long as the coordinator answered, it tried again without a pause, and did not end."""
+    stop, tries = asyncio.Event(), []
+
+    class Offline:
+        transactional_id = "x.ingest.0"
+
+        async def prepare(self, _offsets):
+            tries.append(1)
+            if len(tries) == 3:
+                stop.set()
+            raise CommitUnknown("no leader is known.")
+
+        def add(self, _batches):
+            pass
+
+    async def no(_unknown):
+        return False
+
+    settings = Settings(brokers=["localhost:1"])
+    sender = outbox.TransactionalOutbox(None, "x.ingest.0", "x-source-offsets", settings, {}, stop.is_set)
+    monkeypatch.setattr(sender, "_session", Offline())
+    monkeypatch.setattr(sender, "_happened", no)
+    with pytest.raises(BrokerUnavailable, match=r"stopped while no transaction could be committed: no leader is known"):
+        await asyncio.wait_for(sender.commit({}, {}), 30)
+    assert len(tries) == 3
 
 
 async def write_through_cuts(stage, settings, proxy) -> int:

@@ -181,6 +181,38 @@ async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
         await asyncio.wait_for(sending, 5)
 
 
+async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline(monkeypatch):
+    """Was: as long as brokers answered, the sink tried again without a pause, and did not end."""
+    stop, tries = asyncio.Event(), []
+
+    class Offline:
+        async def open(self):
+            """The coordinator answers."""
+
+        async def commit(self, _offsets):
+            tries.append(1)
+            if len(tries) == 3:
+                stop.set()
+            raise CommitUnknown("no leader is known.")
+
+        def add(self, _batches):
+            pass
+
+    async def nothing(*_):
+        return set()
+
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
+    monkeypatch.setattr(sender, "_in_topic", nothing)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Offline())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    with pytest.raises(
+        BrokerUnavailable, match=r"stopped while no dead letter could be sent: no leader is known\. No row"
+    ):
+        await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
+    assert len(tries) == 3
+
+
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1), event(2, n=1), (b"k", b"no json", BASE_MS), event(4)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ from confluent_kafka.cimpl import NewPartitions
 
 import dedup
 from dedup.errors import StateIncompatible
-from tests.connect.stage import lines, made, sqlite_rows
+from tests.connect.stage import lines, sqlite_rows
 from tests.waiting import until
 
 pytestmark = pytest.mark.broker
 COLUMNS = "  columns: {id: id, n: {field: n, type: integer}}"
 KEPT = {"retention.ms": "-1"}
 INCOMPATIBLE = 3
-UNAVAILABLE = 5
 BASE_MS = 1_700_000_000_000
 
 
@@ -146,34 +144,3 @@ async def test_ingest_says_that_it_sends_everything_again(stage, admin, caplog):
     assert (await stage.ingest()).records == 10
     says = f"topic '{stage.name}-source-offsets' holds no position, so the source is sent from its start"
     assert any(says in message for message in caplog.messages)
-
-
-@pytest.mark.parametrize("command", ["ingest", "sink"])
-def test_a_process_can_be_stopped_while_a_topic_lacks_replicas(stage, admin, command):
-    """Was: it tried again without a pause, and did not end after SIGTERM until the topic had its replicas."""
-    admin.create_topic(stage.topic, 1, KEPT)
-    rows = stage.directory / "rows.db"
-    file = stage.ingest_file(stage.files(), partitions=1)
-    if command == "sink":
-        file = stage.directory / "sink.yaml"
-        file.write_text(stage.topology_text(f"sqlite:///{rows}", COLUMNS), encoding="utf-8")
-    process = stage.start(command, str(file))
-    process.until_logged("earlier owners are fenced")
-    written = stage.topic if command == "ingest" else f"{stage.name}.sink.dead-letter"
-    admin.configure(written, min_insync_replicas="2")
-    if command == "ingest":
-        (stage.incoming / "a.jsonl").write_bytes(lines(0, 10))
-    else:
-        stage.send([*events(0, 10), (b"bad", b"no json", BASE_MS)])
-    process.until_logged("NotEnoughReplicas")
-    assert process.stop() == UNAVAILABLE, process.log
-    assert "stopped while no " in process.log
-    assert "Traceback" not in process.log
-    admin.configure(written, min_insync_replicas="1")
-    process = stage.start(command, str(file))
-    until(lambda: len(stage.read()) >= 10 if command == "ingest" else made(partial(sqlite_rows, rows)), "it goes on")
-    if command == "sink":
-        until(lambda: _count(rows) == 10, "ten rows are written")
-        assert len(stage.read(written)) == 1
-    assert process.stop() == 0, process.log
-    assert len(stage.read()) == (10 if command == "ingest" else 11)
