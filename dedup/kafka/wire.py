@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -47,7 +47,8 @@ def patience(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        PATIENCE_S.reset(token)
+        with suppress(ValueError):  # a coroutine that never ends may be closed in another context
+            PATIENCE_S.reset(token)
 
 
 class NoAnswer(Exception):
