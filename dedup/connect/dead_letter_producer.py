@@ -180,7 +180,7 @@ class DeadLetterProducer:
                 if not offsets <= state.sent:
                     if pause_s:
                         self._refuse_if_stopped(unknown)
-                    # A broker that lacks replicas, for example, refuses each attempt at once.
+                    # While a partition has no leader, each attempt fails at once.
                     await asyncio.sleep(pause_s)
                     pause_s = PAUSE_S
             else:

@@ -201,7 +201,7 @@ class TransactionalOutbox:
                         f"stopped while no transaction could be committed: {unknown} Nothing of the last transaction "
                         f"was committed; the next start sends it."
                     ) from unknown
-                # A broker that lacks replicas, for example, refuses each attempt at once.
+                # While a partition has no leader, each attempt fails at once.
                 await asyncio.sleep(pause_s)
                 pause_s = PAUSE_S
             except RecordRefused:

@@ -160,6 +160,7 @@ class RunDirectory:
         Raises StateIncompatible if a run with this name was published with a different input, topology, or order, or if
         its directory has no report.
         """
+        # The directory comes first, because another job may publish the run between the two lines.
         there = self._renames and self._files.exists(self._root.at(f"run={self._run}"))
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
