@@ -114,7 +114,7 @@ def in_words(
 def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
     """Return the kind of schema registry, or a symptom if the registry does not work.
 
-    Return None and no symptom if no registry is configured or needed.
+    Return ``(None, [])`` if no registry is configured and none is needed.
 
     Raises SettingsError if the topology needs a registry and the settings name none.
     """

@@ -268,7 +268,7 @@ class Column:
 
 
 def fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table with as many of the first columns as fit into ``width`` terminal columns.
+    """Return a table of the leading columns that fit in a terminal ``width`` characters wide.
 
     The table omits all other columns, and truncates no cell. The first column, which names the row, is always shown.
     """

@@ -182,7 +182,7 @@ def locked(artifact: Artifact) -> Jar:
 
 
 def resolved(wanted: Iterable[str], repository: Path) -> list[Artifact]:
-    """Return the artifacts at these Maven coordinates, and all artifacts that they need at run time.
+    """Return the artifacts at these Maven coordinates and all their transitive runtime dependencies.
 
     ``repository`` is the directory for downloads. Raises OSError or RuntimeError if Maven Central cannot be reached or
     lacks an artifact.

@@ -497,7 +497,7 @@ class RocksStore:
                 self._delete_filter(start)
 
     def approximate_bytes(self) -> int:
-        """Return the size in bytes of the column families' files and memtables, and of the Bloom filters' files."""
+        """Return the total size in bytes of the column families (files and memtables) and the Bloom filter files."""
         self._refuse_if_closed()
         names, families = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables"), self._families.values()
         with errors_of(self._directory):

@@ -1,4 +1,4 @@
-"""Finds problems in ingest files, and finds each stage in a chain of several files that is not exactly-once.
+"""Finds problems in ingest files and, across a chain of several files, each stage that is not exactly-once.
 
 A complete chain is source → topic → deduplication → topic → table.
 """
