@@ -60,6 +60,11 @@ def digest_with(content: bytes, headers: Headers, timestamp_ms: int) -> bytes:
     return content + blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
+def without_time(whole: bytes) -> bytes:
+    """Return the digest of a whole record (`digest_with`) as if the timestamp were 0."""
+    return whole[:DIGEST_BYTES] + bytes(_INT64_BYTES) + whole[DIGEST_BYTES + _INT64_BYTES :]
+
+
 @lru_cache(maxsize=1_000)
 def _with_length(name: str) -> bytes:
     encoded = name.encode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -17,10 +18,11 @@ import numpy.typing as npt
 from dedup.core.event_time import create_time_fault
 from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.reference_model import Feed, ModelRules
+from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.flow_loader import load_flow
 from dedup.topology.model import LateTo, Topology, extractor_of
-from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order
+from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order, without_time
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
 from dedup.verify.flow_outputs import FlowOutputs
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
@@ -30,6 +32,7 @@ from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, place_of, places
 
 WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
 WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
+WHY_SHORTER: Final = "ends before the committed offset: it was deleted and recreated, or truncated"
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 _MOST_LATE: Final = 100_000
 
@@ -115,6 +118,11 @@ class WrittenPartition:
     spill: Spill
     order: Order
     broker_time: bool = False
+    """True if a broker has set the timestamp of a record (LogAppendTime)."""
+    compacted: bool = False
+    """True if the topic is compacted, so that any record may have been removed."""
+    timeless: bool = False
+    """True if the digests of `bucket` omit timestamps."""
     first_digests: frozenset[bytes] = frozenset()
     """Digests of the first record, sampled or not, with and without the verdict header that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
@@ -138,7 +146,16 @@ class WrittenPartition:
 
     def bucket(self, number: int) -> SeenColumns:
         """Return the records of a bucket in ascending order of offset."""
-        return SeenColumns(*self.spill.bucket(number))
+        found = SeenColumns(*self.spill.bucket(number))
+        return found._replace(digests=list(map(without_time, found.digests))) if self.timeless else found
+
+    def forget_times(self) -> None:
+        """Omit timestamps from all digests, because the records' own timestamps are not known for every record."""
+        self.timeless = True
+        self.first_digests = frozenset(map(without_time, self.first_digests))
+        self.late = set(map(without_time, self.late))
+        if self.first_kept is not None:
+            self.first_kept = (self.first_kept[0], without_time(self.first_kept[1]))
 
 
 @dataclass(slots=True)
@@ -249,12 +266,16 @@ class Cut:
         bounds = self.bounds[topic][partition]
         order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low), 3))
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets, 3, 2), order)
+        found.compacted = topic in self.compacted
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
-            found.broker_time = columns.broker_time
+            found.broker_time |= columns.broker_time
             if columns.offsets:
                 self._add(found, columns, stamped=stamped and not columns.broker_time)
+        if found.broker_time and stamped:
+            found.forget_times()
+        found.spill.flush()  # Many partitions are read in turn, so no partition keeps rows in memory.
         found.truncated = (topic, partition) in self.unread
         return found
 
@@ -327,8 +348,17 @@ class Cut:
 
     def still_committed(self, topic: str, partition: int) -> int:
         """Return the group's current committed offset, which may be greater than the committed offset in the cut."""
-        now = self.reader.committed(self.topology.name, topic, [partition])
-        return now.get(partition, self.committed[topic].get(partition, 0))
+        now = self.reader.committed(self.topology.name, topic, [partition]).get(partition, 0)
+        if now > self.bounds[topic][partition].high:
+            now = min(now, self.reader.bounds(topic, [partition])[partition].high)
+        return max(now, self.committed[topic].get(partition, 0))
+
+    def exists(self, source: Source) -> bool:
+        """Return whether the partition of a source record exists; it may have been added during the verification."""
+        topic = self.topology.source.topics[source.topic]
+        return source.partition < (self.partitions[topic] or 0) or (
+            source.partition < self.reader.partitions([topic])[topic]
+        )
 
 
 def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
@@ -378,8 +408,9 @@ def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
         return {}
     counts: dict[str, int] = {}
     for partition, each in reader.bounds(topic).items():
-        for columns in reader.read(topic, partition, each.low, each.high):
-            counts = json.loads(columns.values[-1] or b"{}").get("counts", counts)
+        with suppress(OpenTransaction):  # The last record before an open transaction still applies.
+            for columns in reader.read(topic, partition, each.low, each.high):
+                counts = json.loads(columns.values[-1] or b"{}").get("counts", counts)
     return counts
 
 
@@ -391,7 +422,12 @@ def take_cut(
     Raises StateIncompatible if the topology and the cluster do not match.
     """
     found = offsets_of(topology, reader, report)
-    partitions, _, bounds, _ = found
+    partitions, committed, bounds, _ = found
+    for topic, of_topic in committed.items():
+        for partition, offset in of_topic.items():
+            end = bounds[topic][partition].high
+            report.unprovable(f"{topic} {WHY_SHORTER}", max(0, offset - end))
+            of_topic[partition] = min(offset, end)
     output = [topology.output.topic] if topology.output is not None else []
     kept = (*topology.source.topics, *output, *topology.routes)
     compacted = reader.compacted(topic for topic in kept if partitions[topic])

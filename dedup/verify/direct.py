@@ -6,6 +6,7 @@ A compacted source cannot be replayed, so the module runs only the checks that d
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final
@@ -27,14 +28,13 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.flow_outputs import WHY_UNORDERED
-from dedup.verify.kafka_reader import Bounds, RecordColumns
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest, schema_named
 from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
 from dedup.verify.spill import Spill, buckets_for, places_of
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
-WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
 WHY_COMPACTED: Final = "compaction removed records between them; checked without order: no ID twice, none missing"
 WHY_BEFORE: Final = "source offsets before the first record that left a trace; where `start: latest` began is not known"
 
@@ -83,12 +83,11 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     if committed is None:
         cut.report.unprovable(WHY_NO_OFFSET, output.spill.rows if output is not None else books.pending)
         return
-    if committed > bounds.high:
-        cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
-        committed = bounds.high
     plan = _plan_for(cut.plan, output)
     start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
+    if output is None and plan.flowed is None and cut.configured_start(source, partition) is None:
+        cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
     log = cut.log_spill(buckets)
     filed = 0  # The number of this partition's records in the late and dead-letter topics.
     # Workers may have continued after the cut, so later output records and committed offsets may exist.
@@ -281,9 +280,20 @@ def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: i
         if fault.code == SCHEMA_UNKNOWN and not holds(source):
             schema = schema_named(cut.plan, columns.keys[at], columns.values[at], columns.headers[at])
             cut.report.schema_gone(schema, cut.plan.place(source))
+    faulty = [at for at, fault in sorted(extracted.faults.items()) if fault.code != SCHEMA_UNKNOWN]
+    _judge_faulty(cut, columns.rows(faulty), partition)
     ids = [own for *_, own in rows]
     sampled = cut.sampled(ids, ids)
     judged.add(places_of(ids, ids)[sampled], [[rows[at][column] for at in sampled.tolist()] for column in range(4)])
+
+
+def _judge_faulty(cut: Cut, columns: RecordColumns, partition: int) -> None:
+    """Check the dead letters of records with a fault, whose verdicts do not depend on other records."""
+    scan = LogScan(cut.plan, ((0, partition),), from_start=True)
+    log = scan.scan(columns, [(0, partition, offset) for offset in columns.offsets])
+    task = TaskReplay(cut.plan, Books("", 0), cut.report, ((0, partition),))
+    task.in_order = False
+    task.take(log.at(cut.sampled(log.ids, log.contents)))
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
@@ -294,11 +304,11 @@ def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None
     # A topic that does not exist has empty bounds.
     cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, start_deleted=False))
     # If future times are clamped, the timestamps in the output may come from the worker's clock.
-    return cut.written(output.topic, partition, buckets, stamped=cut.plan.rules.future != "clamp")
+    return cut.written(output.topic, partition, buckets, stamped=not cut.plan.clamps_timestamps)
 
 
 def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
-    stamped = plan.rules.future != "clamp" and not (output is not None and output.broker_time)
+    stamped = not plan.clamps_timestamps and not (output is not None and output.broker_time)
     late = output.late_digests if plan.late_forwarded and output is not None else None
     return replace(plan, output_stamped=stamped, late_digests=late)
 
@@ -310,31 +320,53 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
     begin = cut.begins[topic].get(partition)
     if start is not None and begin is not None:
         return start, begin >= bounds.low
+    plan = _plan_for(cut.plan, output)
+    if start is not None and (cut.topology.source.start == "earliest" or not plan.output_stamped):
+        return start, start > bounds.low or not bounds.start_deleted
+    end = bounds.high if start is None or bounds.start_deleted else start
+    traced = _first_judged(cut, plan, bounds, partition, output, end)
     if start is None:
-        start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
-        if output is not None and output.bounds.start_deleted and start > bounds.low:
-            # The output records of earlier source records may have been deleted.
-            cut.starts[partition] = start
-            return start, False
-    return start, start > bounds.low or not bounds.start_deleted
+        # Without an output, a unique record leaves no trace.
+        known = (traced > bounds.low or not bounds.start_deleted) and (output or plan.flowed) is not None
+        start = traced
+    else:
+        # Despite a start time, an earlier record was judged if it came after the start, or after a record that
+        # retention has deleted.
+        known = not bounds.start_deleted or start <= traced < end
+        if known and traced >= start:
+            return start, True
+        start = min(start, traced)
+    if output is not None and output.bounds.start_deleted and start > bounds.low:
+        # The output records of earlier source records may have been deleted.
+        cut.starts[partition] = start
+        known = False
+    return start, known
 
 
-def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """For `start: latest`, whose offset is not stored, return the first source offset with a result in a topic."""
-    traces = [plan.dead_letters.first_offset(partition)]
+def _first_judged(
+    cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None, end: int
+) -> int:
+    """Return the first source offset below ``end`` with a result in a topic, or ``end`` if there is none.
+
+    The first judged offset is not stored.
+    """
+    traces = [side.first_offset(partition) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))
-    first_letter = min((each for each in traces if each is not None), default=bounds.high)
+    first_letter = min((each for each in traces if each is not None), default=end)
+    # A trace may be that of a record that retention has deleted from the source.
+    first_letter = max(bounds.low, min(first_letter, end))
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
-    for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
-        contents = contents_of(columns.keys, columns.values)
-        records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)
-        for offset, content, headers, timestamp_ms in records:
-            original = Original(Source(0, partition, offset), content, headers, timestamp_ms)
-            if forwarded_digest(plan, original) in output.first_digests:
-                return offset
+    with suppress(OpenTransaction):  # The report names it when the partition is read again.
+        for columns in cut.reader.read(topic, partition, bounds.low, first_letter):
+            contents = contents_of(columns.keys, columns.values)
+            records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)
+            for offset, content, headers, timestamp_ms in records:
+                original = Original(Source(0, partition, offset), content, headers, timestamp_ms)
+                if forwarded_digest(plan, original) in output.first_digests:
+                    return offset
     return first_letter
 
 
@@ -360,6 +392,9 @@ def report_leftovers(cut: Cut) -> None:
 def _report_leftover(cut: Cut, side: str, source: Source, place: str) -> None:
     topic = cut.topology.source.topics[source.topic]
     committed = cut.committed[topic].get(source.partition)
+    if not cut.exists(source):
+        cut.report.violation("phantom", place, f"names {cut.plan.place(source)}, whose partition does not exist")
+        return
     if committed is None or source.offset >= committed:
         return
     low = cut.bounds[topic][source.partition].low if source.partition in cut.bounds[topic] else 0

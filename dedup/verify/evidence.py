@@ -32,6 +32,7 @@ DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADE
 """The headers that a worker appends, in this order, to the source record's own headers."""
 
 MOST_DIGITS: Final = 18
+_MOST_TIME_CHARACTERS: Final = 20
 _NO_TIME_MS: Final = -(1 << 62)
 _CACHE_KIB: Final = 16_384
 _TABLE: Final = """
@@ -41,7 +42,7 @@ CREATE INDEX by_source ON filed (topic, feed, position);
 """
 _BETWEEN: Final = """
 SELECT position, digest, stands_for, reason, part, at, at_ms FROM filed
-WHERE topic=? AND feed=? AND position BETWEEN ? AND ? ORDER BY rowid
+WHERE topic=? AND feed=? AND again=0 AND position BETWEEN ? AND ? ORDER BY rowid
 """
 
 
@@ -85,7 +86,7 @@ class SideTopic:
                     rows = []
                     for row, offset in enumerate(columns.offsets):
                         source = parse_source(header(columns.headers[row], SOURCE_HEADER), topics)
-                        at_ms = columns.timestamps_ms[row] if columns.broker_time else None
+                        at_ms = columns.timestamps_ms[row] if columns.created is None else None
                         content = _as_in_source(columns.keys[row], columns.values[row], columns.headers[row], tail)
                         rows.append((*(source or (None, None, None)), *content, partition, offset, at_ms))
                     self._empty = self._empty and not rows
@@ -99,7 +100,10 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, Filed]:
-        """Remove and return the entries of these source records; `left` yields the entries that remain."""
+        """Remove and return the entries of these source records; `left` yields the entries that remain.
+
+        A second call for the same record returns nothing, even if the record has another entry.
+        """
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
@@ -200,10 +204,11 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Parse a time in ms of at most 18 ASCII decimal digits, or return None for any other content."""
-    if content is None or not content.removeprefix(b"-").isdigit() or len(content) > MOST_DIGITS:
+    """Parse a time in ms, as ASCII decimal digits, that fits into 64 bits, or return None for any other content."""
+    if content is None or not content.removeprefix(b"-").isdigit() or len(content) > _MOST_TIME_CHARACTERS:
         return None
-    return int(content)
+    time_ms = int(content)
+    return time_ms if -(1 << 63) <= time_ms < 1 << 63 else None
 
 
 def _as_in_source(

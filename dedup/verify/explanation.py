@@ -177,7 +177,7 @@ def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log
 
 def _judge(search: _Search, name: str, logs: Iterator[Log]) -> None:
     cut = search.cut
-    model, doubt = ReferenceModel(cut.plan.rules, cut.begun_feeds), Doubt(cut.plan.rules)
+    model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
     for row in chain.from_iterable(log.rows() for log in logs):
         explained = ExplainedRecord(cut.plan.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         explained.log_place = f"{name} offset {row.position}" if name else None

@@ -155,8 +155,12 @@ class Copies:
             for kind, topic in copy_topics(cut).items()
             for number in partitions.get(topic, ())
         ]
+        self._absent: Final = {
+            kind: topic for kind, topic in _named_copies(cut).items() if topic is not None and not cut.partitions[topic]
+        }
         self.gone: Final[Counter[str]] = Counter()
-        """Maps each topic that has lost its beginning to the number of copies that it should have received."""
+        """Maps the reason why the copies of a topic are unknown to the number of copies that it should have received.
+        """
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies in one bucket with the copies that the tasks had to write."""
@@ -164,9 +168,11 @@ class Copies:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
             expected = [task.copies[kind] for task in own]
             if written.bounds.start_deleted:
-                self.gone[written.topic] += sum(each.certain for each in expected)
+                self.gone[f"{written.topic} has lost its beginning"] += sum(each.certain for each in expected)
             else:
                 self._compare(written, own, matched_at_once(expected, [written.bucket(number)]), report)
+        for absent, topic in self._absent.items():
+            self.gone[f"{topic} does not exist"] += sum(task.copies[absent].certain for task in tasks)
 
     def _write_to(self, written: WrittenPartition, task: int) -> bool:
         return task % self._cut.partitions[written.topic] == written.partition
@@ -201,8 +207,8 @@ class Copies:
 
     def conclude(self) -> None:
         """Report copies in the wrong order, and count as not provable the copies that may have been deleted."""
-        for topic, number in self.gone.items():
-            self._cut.report.unprovable(f"{topic} has lost its beginning", number)
+        for why, number in self.gone.items():
+            self._cut.report.unprovable(why, number)
         for _, written in self._written:
             for offset in () if written.bounds.start_deleted else written.order.displaced():
                 text = "not in the order of the log"
@@ -222,5 +228,8 @@ def _is_unjudged(copy: Seen, tasks: Sequence[TaskReplay]) -> bool:
 
 def copy_topics(cut: Cut) -> dict[CopyKind, str]:
     """Return the names of the duplicates and conflicts topics that exist, by kind."""
-    named: dict[CopyKind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
-    return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}
+    return {kind: topic for kind, topic in _named_copies(cut).items() if topic is not None and cut.partitions[topic]}
+
+
+def _named_copies(cut: Cut) -> dict[CopyKind, str | None]:
+    return {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}

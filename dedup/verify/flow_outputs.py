@@ -34,6 +34,8 @@ SELECT target, part, at FROM (
 ) WHERE position <= before ORDER BY target, part, at
 """
 _CACHE_KIB: Final = 16_384
+_FILE: Final = "flow outputs"
+"""A name that no topic can have, because `SideTopic` names its file like its topic."""
 
 
 class FlowOutput(NamedTuple):
@@ -62,7 +64,7 @@ class FlowOutputs:
         """The topics and partitions that may have lost records, or have a transaction that stays open."""
         self.replayed = 0
         """The number of records that `dedup replay` forwarded as late before the topology had a flow."""
-        self._db: Final = sqlite3.connect(Path(directory) / "flow", isolation_level=None)
+        self._db: Final = sqlite3.connect(Path(directory) / _FILE, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
         self._db.executescript(_TABLE)
 

@@ -91,7 +91,7 @@ class RecordColumns:
     headers: list[Headers] = field(default_factory=list)
     timestamps_ms: list[int] = field(default_factory=list)
     broker_time: bool = False
-    """True if the broker sets the timestamps (LogAppendTime)."""
+    """True if the broker has set a timestamp (LogAppendTime)."""
     created: int | None = None
     """Offset of the first record whose timestamp the producer wrote (CreateTime), or None without such a record."""
     odd_names: frozenset[int] = frozenset()
@@ -112,7 +112,7 @@ class RecordColumns:
             list(map(_ask_value, messages)),
             headers,
             list(timestamps_ms),
-            broker_time=bool(kinds) and kinds[0] != _CREATE_TIME,
+            broker_time=kinds.count(_CREATE_TIME) < len(kinds),
             created=None if created is None else messages[created].offset(),
             odd_names=odd_names,
         )

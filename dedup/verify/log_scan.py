@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.event_time import FieldTime
+from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.formats import SCHEMA_UNKNOWN
 from dedup.core.framing import FRAMING_FAULTS, SchemaRef, named, schema_of
@@ -65,6 +65,11 @@ class Plan:
     def late_forwarded(self) -> bool:
         """True if the topology forwards late records, marked by a header."""
         return isinstance(self.topology.late, LateForward)
+
+    @property
+    def clamps_timestamps(self) -> bool:
+        """True if a worker may have forwarded a record with a clamped timestamp."""
+        return self.rules.future == "clamp" and isinstance(self.topology.event_time, RecordTime)
 
     @property
     def sides(self) -> list[SideTopic]:
@@ -303,15 +308,13 @@ def stream_times(
     """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model accordingly.
 
     The records at ``unjudged`` have a fault or no ID. The records at ``letters`` are dead letters according to the
-    dead-letter topic; dead letters with a nonnegative event time change neither stream time nor their feed.
+    dead-letter topic. Like every other record, all these records wake their feed.
     """
     count = len(feeds)
-    marker, judged, skipped = np.zeros(count, bool), times_ms >= 0, np.zeros(count, bool)
+    marker, judged = np.zeros(count, bool), times_ms >= 0
     marker[list(idle_rows)] = True
-    skipped[list(letters)] = True
-    skipped &= judged
-    judged[list(unjudged)] = False
-    judged &= ~(marker | skipped)
+    judged[[*unjudged, *letters]] = False
+    judged &= ~marker
     for feed in dict.fromkeys(feeds):
         model.greatest.setdefault(feed, BEFORE_ALL_TIME)
         model.idle.setdefault(feed, True)
@@ -323,7 +326,7 @@ def stream_times(
         own = np.maximum.accumulate(np.where(mine & judged, times_ms, BEFORE_ALL_TIME))
         np.maximum(own, model.greatest[feed], out=own)
         # At each row, the feed's last record up to that row determines whether the feed is idle.
-        last = np.maximum.accumulate(np.where(mine & ~skipped, np.arange(count), -1))
+        last = np.maximum.accumulate(np.where(mine, np.arange(count), -1))
         idle = np.where(last < 0, model.idle[feed], marker[last])
         np.minimum(least, own, out=least, where=~idle)
         np.maximum(greatest, own, out=greatest)
@@ -468,6 +471,7 @@ class LogScan:
             self._model.judge(record)
             return
         if letter is not None and record.time_ms >= 0:
+            self._model.judge(record._replace(fault="unreadable"))  # A dead letter only wakes its feed.
             return
         stream_time_ms, plan = self._model.stream_time_ms, self._plan
         ahead = record.time_ms > stream_time_ms + plan.topology.max_clock_skew_ms and not pending

@@ -47,7 +47,7 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.flow_outputs import WHY_UNORDERED
-from dedup.verify.kafka_reader import RecordColumns
+from dedup.verify.kafka_reader import Bounds, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row
 from dedup.verify.replay import FUTURE, WHY_SCHEMA_GONE, TaskReplay, by_evidence
 from dedup.verify.report import Books
@@ -55,6 +55,7 @@ from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
 _APPENDED: Final = 2
 """The number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
+WHY_COMPACTED_OUTPUT: Final = "compaction may have removed them from the output"
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_OTHER_ID: Final = (
     "the ID function no longer returns what it returned when the record was repartitioned: it was changed without a "
@@ -113,16 +114,10 @@ class _Judged(NamedTuple):
 
 def verify_repartitioned(cut: Cut) -> None:
     """Replay the repartition topic, compare the output with the verdicts, and account for every source record."""
-    log, output = cut.topology.repartition_topic, cut.topology.output
+    log = cut.topology.repartition_topic
     topics = (log, *cut.topology.source.topics)
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
-    written: list[WrittenPartition] = []
-    stamped = cut.plan.rules.future != "clamp"
-    if output is not None and cut.plan.flowed is None:
-        numbers = range(cut.partitions[output.topic])
-        written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
-    stamped = stamped and not any(each.broker_time for each in written)
-    cut.plan = replace(cut.plan, output_stamped=stamped)
+    written = _output_of(cut, buckets)
     purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
     copies = Copies(cut, buckets, copied, known=True, purged=purged)
@@ -154,6 +149,22 @@ def verify_repartitioned(cut: Cut) -> None:
         report_leftovers(cut)
 
 
+def _output_of(cut: Cut, buckets: int) -> list[WrittenPartition]:
+    """Return the partitions of the output, or an empty list if there is no output, or if a flow writes to it."""
+    output, written, stamped = cut.topology.output, list[WrittenPartition](), not cut.plan.clamps_timestamps
+    if output is not None and cut.plan.flowed is None:
+        # A topic that does not exist lacks every record, like an empty one.
+        cut.bounds[output.topic].setdefault(0, Bounds(0, 0, start_deleted=False))
+        numbers = sorted(cut.bounds[output.topic])
+        written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
+    if any(each.broker_time for each in written):
+        stamped = False
+        for each in written:
+            each.forget_times()
+    cut.plan = replace(cut.plan, output_stamped=stamped)
+    return written
+
+
 def _count_pending(cut: Cut, log: str) -> None:
     """Count the pending offsets of all source and repartition partitions, and add missing partitions to the report."""
     known = {(books.topic, books.partition): books for books in cut.report.books}
@@ -176,10 +187,12 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
     for read in log_rows(cut, partition, passed=step.passed):
         kept = keep(cut, spill, read)
         if cut.topology.source.start == "latest":
-            for *feed, offset in sorted(kept.sources(), reverse=True):
-                step.firsts[feed[0], feed[1]] = offset
-        whole = digests(kept.contents, kept.headers, kept.timestamps_ms)
-        step.carried.add(_places(kept.topics, kept.partitions, kept.offsets), [*kept[1:4], whole])
+            for *feed, offset in read.sources():
+                step.firsts[feed[0], feed[1]] = min(offset, step.firsts.get((feed[0], feed[1]), offset))
+        carried = kept if step.passed is None else read
+        whole = digests(carried.contents, carried.headers, carried.timestamps_ms)
+        step.carried.add(_places(carried.topics, carried.partitions, carried.offsets), [*carried[1:4], whole])
+    spill.flush()  # Many partitions are read in turn, so no partition keeps rows in memory.
 
 
 def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
@@ -281,7 +294,7 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         start = cut.configured_start(topic, partition)
         if start is None:
             # `latest` stores no offset, so the first record in the repartition topic determines the start.
-            start = step.firsts.get(feed, bounds.high)
+            start = max(bounds.low, step.firsts.get(feed, bounds.high))
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         step.spans[feed] = (start, committed)
@@ -307,7 +320,8 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
     ids: list[bytes | None] = extracted.ids if step.purged else [None] * len(contents)
     whole = digests(contents, columns.headers, timestamps_ms)
     judged = _Judged(topics, partitions, offsets, np.array(extracted.times_ms, np.int64), whole, ids, faulty)
-    if cut.sample > 1:
+    if cut.sample > 1 and step.passed is None:
+        # An ID function may now return another ID, so the sample would differ from that of the repartition topic.
         judged = selected(judged, cut.sampled(extracted.ids, contents))
     step.judged.add(_places(judged.topics, judged.partitions, judged.offsets), judged)
 
@@ -369,7 +383,8 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
         cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
     else:
         ids = [own or b""]
-        step.absent.add(places_of(ids, ids), (*judged[:4], ids))
+        if len(cut.sampled(ids, ids)):
+            step.absent.add(places_of(ids, ids), (*judged[:4], ids))
 
 
 def _account_unjudged(cut: Cut, step: _Step, source: Source, log: Log) -> None:
@@ -401,7 +416,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
     start, end = step.spans.get((source.topic, source.partition), (0, 0))
     if start <= source.offset < end and cut.topology.source.topics[source.topic] in cut.compacted:
         cut.report.unprovable(WHY_COMPACTED)
-    elif start <= source.offset < end:
+    elif start <= source.offset < end or not cut.exists(source):
         text = f"it is in {cut.topology.repartition_topic}, but not in the source"
         cut.report.violation("phantom", cut.plan.place(source), text)
 
@@ -439,14 +454,14 @@ def _judge(cut: Cut, step: _Step, written: list[WrittenPartition], copies: Copie
         # The output also has records that have since been purged from the log, so unknown output records are not
         # violations.
         found.extra.clear()
-    partial = any(each.bounds.start_deleted or each.truncated for each in written)
+    partial = any(each.bounds.start_deleted or each.truncated or each.compacted for each in written)
     for number_of_task, wanted in explain(found, tasks, written, cut.report, partial=partial):
         line = (number_of_task, wanted.position, *wanted.source)
         step.unseen.add(np.zeros(1, np.int64), [[each] for each in line])
 
 
 def _replayed(cut: Cut, books: Books, log: Log, *, in_order: bool = True) -> TaskReplay:
-    task = TaskReplay(cut.plan, books, cut.report, cut.begun_feeds)
+    task = TaskReplay(cut.plan, books, cut.report, cut.feeds)
     task.in_order = in_order
     task.take(log)
     return task
@@ -454,16 +469,17 @@ def _replayed(cut: Cut, books: Books, log: Log, *, in_order: bool = True) -> Tas
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
     """Report absent records as lost, except those that may have been in the missing part of the output."""
-    truncated = any(each.truncated for each in written)
+    why = WHY_OPEN if any(each.truncated for each in written) else ""
+    why = why or (WHY_COMPACTED_OUTPUT if any(each.compacted for each in written) else "")
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
         firsts = [each.order.first_position(task) for each in written if each.bounds.start_deleted]
         gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
     for task, position, *source in np.array(step.unseen.bucket(0)).T.tolist():
-        if truncated or position < gone.get(task, _AFTER_ALL):
+        if why or position < gone.get(task, _AFTER_ALL):
             books, _ = step.logs[task] if task in gone else step.without_id
             books.not_provable += 1
-            cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
+            cut.report.unprovable(why or WHY_OUTPUT_GONE)
         else:
             report_lost(written, cut.plan.place(Source(*source)), cut.report)
 

@@ -349,7 +349,7 @@ class TaskReplay:
             self.books.sent_on += bool(kept.sent)
             self.books.filtered += self._forwarded and not kept.sent and options[0] == []
         certain = certain and not self._pending
-        stamped = self._plan.rules.future != "clamp"
+        stamped = not self._plan.clamps_timestamps
         for made in options:
             if not isinstance(made, Fault) and flowed.equal(made, kept.sent, stamped=stamped):
                 if self.in_order and not self._pending:

@@ -29,8 +29,9 @@ def by_model(model: ReferenceModel, lines: list[Line]) -> list[int]:
             model.judge(ModelRecord(None, 0, source, idle=True))
         elif kind == "unjudged":
             model.judge(ModelRecord(None, time_ms, source, fault="unreadable"))
-        elif kind == "judged" or time_ms < 0:
-            model.judge(ModelRecord(b"any", time_ms, source))
+        else:
+            ceiling_ms = -1 if kind == "letter" else None  # so that the event time is in the future
+            model.judge(ModelRecord(b"any", time_ms, source, ceiling_ms=ceiling_ms))
         found.append(model.stream_time_ms)
     return found
 

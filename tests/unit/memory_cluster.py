@@ -39,6 +39,8 @@ class MemoryCluster:
     """Offsets behind the last record that hold none."""
     compact: set[str] = field(default_factory=set)
     broker_time: set[str] = field(default_factory=set)
+    broker_time_from: dict[Place, int] = field(default_factory=dict)
+    """Where the topic's timestamp type was changed to LogAppendTime."""
     open_from: dict[Place, int] = field(default_factory=dict)
     """Where an open transaction begins."""
 
@@ -99,12 +101,14 @@ class MemoryCluster:
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         place = (topic, partition)
-        start, stop = max(start, self.low.get(place, 0)), self.open_from.get(place, end)
+        # A broker refuses to read what is deleted.
+        assert start >= end or start >= self.low.get(place, 0), f"{topic}/{partition} offset {start} is deleted"
+        stop = self.open_from.get(place, end)
         # One batch a record: whatever is found must not depend on what a fetch returns.
         for offset, key, value, headers, time_ms in list(self.logs.get(place, [])):
             if start <= offset < min(end, stop):
                 columns = ([offset], [key], [value], [list(headers)], [time_ms])
-                stamped = topic in self.broker_time
+                stamped = topic in self.broker_time or offset >= self.broker_time_from.get(place, offset + 1)
                 yield RecordColumns(*columns, broker_time=stamped, created=None if stamped else offset)
         if stop < end:
             raise OpenTransaction(f"{topic}/{partition}")
