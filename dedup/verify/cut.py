@@ -6,6 +6,7 @@ The module sorts records into buckets by tracking ID (`spill`), and checks the o
 from __future__ import annotations
 
 import json
+import resource
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -356,9 +357,8 @@ class Cut:
     def exists(self, source: Source) -> bool:
         """Return whether the partition of a source record exists; it may have been added during the verification."""
         topic = self.topology.source.topics[source.topic]
-        return source.partition < (self.partitions[topic] or 0) or (
-            source.partition < self.reader.partitions([topic])[topic]
-        )
+        known = source.partition < self.partitions[topic]
+        return known or source.partition < self.reader.partitions([topic])[topic]
 
 
 def _of_first(columns: RecordColumns, time_ms: int) -> frozenset[bytes]:
@@ -421,6 +421,9 @@ def take_cut(
 
     Raises StateIncompatible if the topology and the cluster do not match.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each partition of the output needs two files.
+    with suppress(ValueError, OSError):  # macOS refuses a hard limit of infinity as a soft limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     found = offsets_of(topology, reader, report)
     partitions, committed, bounds, _ = found
     for topic, of_topic in committed.items():
@@ -428,12 +431,13 @@ def take_cut(
             end = bounds[topic][partition].high
             report.unprovable(f"{topic} {WHY_SHORTER}", max(0, offset - end))
             of_topic[partition] = min(offset, end)
-    output = [topology.output.topic] if topology.output is not None else []
-    kept = (*topology.source.topics, *output, *topology.routes)
-    compacted = reader.compacted(topic for topic in kept if partitions[topic])
+    kept = (*topology.source.topics, *(topic for topic, _ in topology.outlets))
+    compacted = reader.compacted(topic for topic in dict.fromkeys(kept) if partitions[topic])
 
     def side(name: str, tail: tuple[str, ...]) -> SideTopic:
-        return SideTopic(name, scratch).read(reader, bounds[name], topology.source.topics, tail)
+        found = SideTopic(name, scratch).read(reader, bounds[name], topology.source.topics, tail)
+        found.complete = found.complete and name not in compacted
+        return found
 
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
     letters, flowed = side(topology.dead_letter, DEAD_TAIL), None

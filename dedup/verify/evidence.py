@@ -66,8 +66,8 @@ class SideTopic:
     def __init__(self, name: str, directory: str) -> None:
         self.name: Final = name
         self.complete = True
-        """False if the topic's beginning was deleted or a transaction stays open, so that a missing record proves
-        nothing.
+        """False if the topic is compacted, its beginning was deleted, or a transaction stays open, so that a missing
+        record proves nothing.
         """
         # The database has no journal, because no other process reads the file, which is deleted with its directory.
         self._db: Final = sqlite3.connect(Path(directory) / name, isolation_level=None)

@@ -167,8 +167,8 @@ def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log
     source = cut.topology.source.topics[0]
     for partition, bounds in cut.bounds[source].items():
         committed = cut.committed[source].get(partition)
-        # With `start: latest`, only the output shows which record was judged first.
-        output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
+        # With `start: latest` or a start time, the output shows which record was judged first.
+        output = output_of(cut, partition, 1) if cut.topology.source.start != "earliest" else None
         begin, known = start_of(cut, bounds, partition, output)
         judged = begin if committed is None else committed
         spans = ((min(begin, judged), judged, False), (judged, bounds.high, True))

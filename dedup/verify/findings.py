@@ -183,8 +183,9 @@ class Copies:
         schema_gone = any(task.schema_gone for task in tasks)
         offsets, numbers, positions = found.places(0, optional=not schema_gone)
         written.order.match(offsets, np.array([task.books.partition for task in tasks], np.int64)[numbers], positions)
-        if written.truncated:
-            report.unprovable(WHY_OPEN, len(found.missing))
+        if written.truncated or written.compacted:
+            why = WHY_OPEN if written.truncated else f"{written.topic} is compacted"
+            report.unprovable(why, len(found.missing))
             found.missing.clear()
         for task, wanted in found.missing:
             books = tasks[task].books

@@ -189,9 +189,8 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
         if cut.topology.source.start == "latest":
             for *feed, offset in read.sources():
                 step.firsts[feed[0], feed[1]] = min(offset, step.firsts.get((feed[0], feed[1]), offset))
-        carried = kept if step.passed is None else read
-        whole = digests(carried.contents, carried.headers, carried.timestamps_ms)
-        step.carried.add(_places(carried.topics, carried.partitions, carried.offsets), [*carried[1:4], whole])
+        whole = digests(kept.contents, kept.headers, kept.timestamps_ms)
+        step.carried.add(_places(kept.topics, kept.partitions, kept.offsets), [*kept[1:4], whole])
     spill.flush()  # Many partitions are read in turn, so no partition keeps rows in memory.
 
 
@@ -320,8 +319,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
     ids: list[bytes | None] = extracted.ids if step.purged else [None] * len(contents)
     whole = digests(contents, columns.headers, timestamps_ms)
     judged = _Judged(topics, partitions, offsets, np.array(extracted.times_ms, np.int64), whole, ids, faulty)
-    if cut.sample > 1 and step.passed is None:
-        # An ID function may now return another ID, so the sample would differ from that of the repartition topic.
+    if cut.sample > 1:
         judged = selected(judged, cut.sampled(extracted.ids, contents))
     step.judged.add(_places(judged.topics, judged.partitions, judged.offsets), judged)
 
@@ -383,8 +381,7 @@ def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> N
         cut.report.violation("lost", cut.plan.place(source), f"not in {cut.topology.repartition_topic}")
     else:
         ids = [own or b""]
-        if len(cut.sampled(ids, ids)):
-            step.absent.add(places_of(ids, ids), (*judged[:4], ids))
+        step.absent.add(places_of(ids, ids), (*judged[:4], ids))
 
 
 def _account_unjudged(cut: Cut, step: _Step, source: Source, log: Log) -> None:

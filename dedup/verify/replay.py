@@ -50,7 +50,9 @@ WHY_FLOW_GONE: Final = "a topic of the flow has lost records, or a transaction t
 CHANGED_FLOW: Final = "the flow was changed since, or what it yields depends on more than the record"
 _WHY_DOUBT: Final[dict[DoubtBy, str]] = {"": WHY_FRONT, "clock": WHY_CLAMPED, "schema": WHY_AFTER_SCHEMA_GONE}
 _MOST_NAMED: Final = 5
-WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
+WHY_SIDE_GONE: Final = (
+    "the late or dead-letter topic has lost its beginning, or is compacted, or a transaction there stays open"
+)
 
 
 def by_evidence(topology: Topology) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dedup.topology.model import SourceSpec
 from dedup.verify.direct import WHY_COMPACTED
 from dedup.verify.evidence import SideTopic
 from dedup.verify.flow_outputs import FlowOutputs
+from dedup.verify.replay import WHY_SIDE_GONE
 from tests.unit.memory_cluster import (
     Headers,
     MemoryCluster,
@@ -65,6 +67,15 @@ def test_everything_is_lost_if_the_output_of_a_repartitioned_topology_is_gone() 
     assert wrong(verified(cluster, topology)) == {"lost": 2}
     cluster.low[LOG, 0] = 2
     assert wrong(verified(cluster, topology)) == {"lost": 2}
+
+
+def test_a_copy_in_a_partition_to_which_no_task_writes_is_told() -> None:
+    topology = topology_of(duplicates="x-dup")
+    cluster = run_of(topology, [("a", 0), ("a", 1)], "UD")
+    cluster.topics["x-dup"] = 2
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.put("x-dup", value_of("a"), at(1), partition=1)
+    assert wrong(verified(cluster, topology)) == {"wrong_duplicate": 1}
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -305,3 +316,30 @@ def test_a_log_that_is_kept_longer_than_the_source_began_at_latest_with_deleted_
     cluster.commit("x-in", LOG)
     cluster.low["x-in", 0] = 1
     assert wrong(verified(cluster, topology)) == {}
+
+
+def test_what_compaction_took_from_a_side_topic_is_not_lost() -> None:
+    topology = topology_of(duplicates="x-dup")
+    cluster = run_of(topology, [("a", 100), ("late", 0), ("a", 101), ("bad", 102)], "ULDX")
+    cluster.logs["x-in", 0][3] = (3, None, b"no json", [], at(102))
+    dead_letter(cluster, b"no json", 3, 102, "not_json", 103)
+    assert wrong(verified(cluster, topology)) == {}
+    for topic in ("x-late", "x-dead", "x-dup"):
+        cluster.logs[topic, 0].clear()
+    assert wrong(verified(cluster, topology)) == {"lost": 2, "unbalanced": 1, "wrong_duplicate": 1}
+    cluster.compact |= {"x-late", "x-dead", "x-dup"}
+    report = verified(cluster, topology)
+    assert wrong(report) == {}, report.samples
+    assert report.not_provable == {WHY_SIDE_GONE: 2, "x-dup is compacted": 1}
+
+
+def test_an_output_may_have_more_partitions_than_the_process_may_open_files() -> None:
+    topology = topology_of(direct=False)
+    cluster = cluster_of(topology)
+    cluster.topics["x-out"] = 300
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
+    try:
+        assert wrong(verified(cluster, topology)) == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
