@@ -65,6 +65,11 @@ def without_time(whole: bytes) -> bytes:
     return whole[:DIGEST_BYTES] + bytes(_INT64_BYTES) + whole[DIGEST_BYTES + _INT64_BYTES :]
 
 
+def time_of(whole: bytes) -> int:
+    """Return the timestamp in ms from the digest of a whole record (`digest_with`)."""
+    return int.from_bytes(whole[DIGEST_BYTES : DIGEST_BYTES + _INT64_BYTES], "little", signed=True)
+
+
 @lru_cache(maxsize=1_000)
 def _with_length(name: str) -> bytes:
     encoded = name.encode()

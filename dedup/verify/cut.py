@@ -23,7 +23,7 @@ from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.flow_loader import load_flow
 from dedup.topology.model import LateTo, Topology, extractor_of
-from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order, without_time
+from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order, time_of, without_time
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
 from dedup.verify.flow_outputs import FlowOutputs
 from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
@@ -134,6 +134,10 @@ class WrittenPartition:
     """True if the IDs of some records are unknown, because the schema registry does not know their schemas."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
+
+    def may_begin_before(self, time_ms: int) -> bool:
+        """Return whether the timestamp of the first record, which its digests must include, is less than a time."""
+        return any(time_of(each) < time_ms for each in self.first_digests)
 
     @property
     def late_digests(self) -> set[bytes] | None:

@@ -324,10 +324,13 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
     if start is not None and begin is not None:
         return start, begin >= bounds.low
     plan = _plan_for(cut.plan, output)
-    if start is not None and (cut.topology.source.start == "earliest" or not plan.output_stamped):
+    time_ms = cut.topology.source.start
+    if start is not None and (not isinstance(time_ms, int) or not plan.output_stamped):
         return start, start > bounds.low or not bounds.start_deleted
-    end = bounds.high if start is None or bounds.start_deleted else start
-    traced = _first_judged(cut, plan, bounds, partition, output, end)
+    first, end = bounds.low, bounds.high if start is None or bounds.start_deleted else start
+    if start is not None and isinstance(time_ms, int) and not (output and output.may_begin_before(time_ms)):
+        first = start  # All records before ``start`` have lower timestamps, so none of them needs to be read.
+    traced = _first_judged(cut, plan, replace(bounds, high=end), partition, output, first)
     if start is None:
         # Without an output, a unique record leaves no trace.
         known = (traced > bounds.low or not bounds.start_deleted) and (output or plan.flowed) is not None
@@ -347,23 +350,23 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(
-    cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None, end: int
+    cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None, first: int
 ) -> int:
-    """Return the first source offset below ``end`` with a result in a topic, or ``end`` if there is none.
+    """Return the first source offset within the bounds with a result in a topic, or ``bounds.high`` if there is none.
 
-    The first judged offset is not stored.
+    The first judged offset is not stored. The records before ``first`` are not in the output.
     """
     traces = [side.first_offset(partition) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))
-    first_letter = min((each for each in traces if each is not None), default=end)
+    first_letter = min((each for each in traces if each is not None), default=bounds.high)
     # A trace may be that of a record that retention has deleted from the source.
-    first_letter = max(bounds.low, min(first_letter, end))
+    first_letter = max(bounds.low, min(first_letter, bounds.high))
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
     with suppress(OpenTransaction):  # The report names it when the partition is read again.
-        for columns in cut.reader.read(topic, partition, bounds.low, first_letter):
+        for columns in cut.reader.read(topic, partition, first, first_letter):
             contents = contents_of(columns.keys, columns.values)
             records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)
             for offset, content, headers, timestamp_ms in records:
