@@ -21,14 +21,14 @@ from dedup.cli.inputs import (
     JsonOption,
     SetOption,
     TopologyArgument,
-    names_ingest_file,
     packed,
     read_both,
-    read_ingest,
     read_settings,
+    read_stage,
     read_topology,
     say,
     time_of,
+    with_schemas,
 )
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.quantities import counted
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
     from dedup.store.checkpoint_storage import CheckpointStorage
+    from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
     from dedup.topology.schema import Start
     from dedup.worker.checkpointing import MadeCheckpoint
@@ -90,17 +91,19 @@ def apply(
     """
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.kafka.topic_admin import on_cluster
+    from dedup.topology.ingest_file import Ingest
     from dedup.worker import topics as applying
 
     if acls and table:
         raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
-    if names_ingest_file(topology):
+    stage, settings = read_stage(topology), read_settings(config, overrides)
+    if isinstance(stage, Ingest):
         if acls or table:
             text = "needs a topology file; for an ingest file, `dedup apply` only creates topics"
             raise SettingsError([Problem("--acls" if acls else "--table", text)])
-        _apply_ingest(topology, read_settings(config, overrides), dry_run=dry_run, as_json=as_json)
+        _apply_ingest(stage, settings, dry_run=dry_run, as_json=as_json)
         return
-    parsed, settings = read_both(topology, config, overrides)
+    parsed = with_schemas(stage, settings)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
@@ -142,12 +145,10 @@ async def _plan(topology: Topology, settings: Settings, admin: Admin) -> TopicPl
     return planned
 
 
-def _apply_ingest(path: Path, settings: Settings, *, dry_run: bool, as_json: bool) -> None:
+def _apply_ingest(ingest: Ingest, settings: Settings, *, dry_run: bool, as_json: bool) -> None:
     from dedup.connect.source_connector import make_topics, topics_of
     from dedup.kafka.topic_admin import on_cluster
     from dedup.worker.topics import TopicPlan
-
-    ingest = read_ingest(path)
 
     async def work(_: KafkaWire, admin: Admin) -> TopicPlan:
         have = await admin.topics([topic.name for topic in topics_of(ingest, settings, {})])

@@ -23,9 +23,11 @@ from dedup.cli.inputs import (
     SetOption,
     TopologyArgument,
     read_settings,
+    read_stage,
     read_topology,
     say,
     time_of,
+    with_schemas,
 )
 from dedup.core.window import Window
 from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
@@ -230,12 +232,9 @@ def _check_once(
 
 def _read_stage(path: Path) -> Named | TopologyError:
     from dedup.topology.chain import Named
-    from dedup.topology.ingest_file import is_ingest, parse_ingest
-    from dedup.yaml_document import text_of
 
     try:
-        text = text_of(path)
-        return Named(str(path), parse_ingest(text, name=str(path)) if is_ingest(text) else read_topology(path))
+        return Named(str(path), read_stage(path))
     except TopologyError as error:
         return error
 
@@ -356,9 +355,7 @@ def try_records(
 
     parsed = read_topology(topology)
     if parsed.source.needs_registry:
-        from dedup.kafka.schema_registry import asking
-
-        parsed = asking(parsed, read_settings(config))
+        parsed = with_schemas(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     flow = _flow_of(parsed, allow_code=allow_code)
     judge = RecordJudge(parsed, now_ms=now_ms, flow=flow)

@@ -57,18 +57,31 @@ _CUT: Final = "…"
 
 def read_topology(path: Path) -> Topology:
     """Parse a topology file. Raises TopologyError, which lists every problem, if the file is invalid."""
-    if names_ingest_file(path):
-        text = "is an ingest file, but this command needs a topology file; `dedup ingest` runs an ingest file"
-        raise TopologyError([Problem(str(path), text)])
-    return dedup.load_topology(path)
-
-
-def names_ingest_file(path: Path) -> bool:
-    """Return whether the file is an ingest file, even if it is invalid. Raises TopologyError if it cannot be read."""
     from dedup.topology.ingest_file import is_ingest
     from dedup.yaml_document import text_of
 
-    return is_ingest(text_of(path))
+    text = text_of(path)
+    if is_ingest(text):
+        said = "is an ingest file, but this command needs a topology file; `dedup ingest` runs an ingest file"
+        raise TopologyError([Problem(str(path), said)])
+    return _topology(text, path)
+
+
+def read_stage(path: Path) -> Ingest | Topology:
+    """Parse a topology file or an ingest file. Raises TopologyError, which lists every problem, if it is invalid."""
+    from dedup.topology.ingest_file import is_ingest, parse_ingest
+    from dedup.yaml_document import text_of
+
+    text = text_of(path)
+    return parse_ingest(text, name=str(path)) if is_ingest(text) else _topology(text, path)
+
+
+def _topology(text: str, path: Path) -> Topology:
+    # A pipe, such as `<(...)` in a shell, can be read only once.
+    from dedup.topology.parse import parse
+    from dedup.yaml_document import beside
+
+    return parse(text, name=str(path), read_file=beside(path))
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
@@ -82,11 +95,19 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
     """Return a topology and the settings. Raises TopologyError or SettingsError if a file is invalid."""
     parsed, settings = read_topology(topology), read_settings(config, overrides)
-    if parsed.source.needs_registry:
-        from dedup.kafka.schema_registry import asking
+    return with_schemas(parsed, settings), settings
 
-        parsed = asking(parsed, settings)
-    return parsed, settings
+
+def with_schemas(topology: Topology, settings: Settings) -> Topology:
+    """Return the topology, which asks the configured registry for schemas if it needs any.
+
+    Raises SettingsError if the topology needs a registry and the settings name none.
+    """
+    if not topology.source.needs_registry:
+        return topology
+    from dedup.kafka.schema_registry import asking
+
+    return asking(topology, settings)
 
 
 def read_ingest(path: Path) -> Ingest:

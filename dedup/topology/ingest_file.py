@@ -15,7 +15,8 @@ from dedup.topology.parse import checked_file, event_time_of
 from dedup.topology.schema import FilesSource, IngestFile, Marker, TableSource
 from dedup.yaml_document import Document, schema_of
 
-_INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
+_INGEST_KEY: Final = re.compile(r"""^\ufeff?(?:\{\s*)?(["']?)ingest\1\s*:""", re.MULTILINE)
+"""Matches the key of an ingest file, also after a byte order mark, in quotes, or as the first key in braces."""
 
 
 Source = FilesSource | TableSource

@@ -54,6 +54,26 @@ def test_an_ingest_file_parses_and_begins_with_its_schema(path):
     assert text.splitlines()[0] == "# yaml-language-server: $schema=ingest.schema.json"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ingest: 1\n",
+        "\ufeffingest: 1\n",  # as some editors save UTF-8
+        '\ufeff{"ingest": 1}',
+        '{\n  "ingest": 1\n}',
+        "'ingest' : 1\n",
+        "# a comment\n---\nname: x\ningest: 1\n",
+    ],
+)
+def test_an_ingest_file_is_recognized_however_its_key_is_written(text):
+    assert is_ingest(text)
+
+
+@pytest.mark.parametrize("text", ["dedup: 1\n# ingest: 1\n", "sink:\n  columns:\n    ingest: a\n", "ingest-2: 1\n"])
+def test_the_word_ingest_elsewhere_makes_no_ingest_file(text):
+    assert not is_ingest(text)
+
+
 def test_the_published_schema_of_ingest_files_is_the_program_s():
     assert json.loads((DIRECTORY / "ingest.schema.json").read_text(encoding="utf-8")) == ingest_schema(), (
         "run: dedup schema ingest > topologies/ingest.schema.json"
