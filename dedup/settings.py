@@ -52,6 +52,7 @@ _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})"
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _TOKEN: Final = re.compile(r"[!-~]+")
+_WEB_TOKEN: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
@@ -72,6 +73,8 @@ def _is_broker(text: str) -> bool:
 def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     if not isinstance(value, str):
         return value
+    if not value:
+        raise ValueError("is empty; write a directory, or leave it out")  # Path("") would be the current directory
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -112,7 +115,10 @@ def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
 _WORKER_ID_RULE: Final = matching(
     _WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
 )
-_PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
+_PAGE_RULE: Final = accepting(
+    lambda text: _PAGE_ADDRESS.fullmatch(text) and _can_be_split(text),
+    '"{}" is not the address of a page; write for example http://worker-1:6066',
+)
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
 _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:port, such as kafka-1:9092')
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
@@ -160,7 +166,7 @@ class RegistrySection(Keys):
     """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
     ca_file: str | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    directory: str | None = None
+    directory: Annotated[str, accepting(bool, "is empty; write a directory, or leave it out")] | None = None
     """Directory with schemas from `dedup schemas export`, which dedup reads before it asks the registry. Without `url`,
     dedup knows only these schemas."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
@@ -483,6 +489,9 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if settings.web.enabled and settings.web.token is None and not is_loopback(settings.web.host):
         text = f'web.host: "{settings.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
         yield Problem(document.place(("web", "host")), text)
+    if settings.web.token is not None and not _WEB_TOKEN.fullmatch(settings.web.token.get_secret_value()):
+        text = "web.token: callers send it in an HTTP header, so it must be printable ASCII, on one line, and must not"
+        yield Problem(document.place(("web", "token")), f"{text} begin or end with a space")
     yield from _registry_contradictions(settings.schema_registry, document)
     if settings.transaction_timeout_ms < 2 * settings.commit_interval_ms:
         text = f"transaction_timeout: must be at least twice commit_interval ({settings.commit_interval})"

@@ -399,6 +399,33 @@ def test_loopback_needs_no_token(host):
     assert load(f'brokers: [a:1]\nweb: {{host: "{host}"}}').web.host == host
 
 
+@pytest.mark.parametrize("token", ["first\nsecond", "t\u00f6ken", "token ", "\ttoken"])
+def test_a_token_of_the_pages_that_no_header_can_carry_is_named_at_the_start_and_not_shown(token):
+    (said,) = problems("brokers: [a:1]", DEDUP_WEB__TOKEN=token)
+    assert said.startswith("DEDUP_WEB__TOKEN: web.token: callers send it in an HTTP header")
+    assert token not in said
+
+
+@pytest.mark.parametrize("token", ["t", "a pass phrase", "p\u0021~"])
+def test_a_token_of_the_pages_that_a_header_can_carry(token):
+    assert load("brokers: [a:1]", DEDUP_WEB__TOKEN=token).web.token == Secret(token)
+
+
+def test_an_empty_directory_is_not_the_current_one():
+    assert problems("brokers: [a:1]", DEDUP_STATE_DIR="") == [
+        "DEDUP_STATE_DIR: state_dir: is empty; write a directory, or leave it out"
+    ]
+    assert problems("brokers: [a:1]\nschema_registry: {directory: ''}") == [
+        "c.yaml:2:30: schema_registry.directory: is empty; write a directory, or leave it out"
+    ]
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_a_page_has_a_port_that_there_can_be(port):
+    (said,) = problems(f"brokers: [a:1]\nweb: {{advertise: 'http://w-1:{port}'}}")
+    assert f'web.advertise: "http://w-1:{port}" is not the address of a page' in said
+
+
 def test_another_host_does():
     settings = load("brokers: [a:1]\nweb: {host: 0.0.0.0}", DEDUP_WEB__TOKEN=CANARY)
     assert settings.web.token == Secret(CANARY)
