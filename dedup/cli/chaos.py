@@ -22,6 +22,7 @@ from dedup.cli.inputs import (
     read_settings,
     read_topology,
     refuse_no_page,
+    say_report,
     write_report,
 )
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
@@ -285,5 +286,5 @@ def print_report(found: ChaosReport, page: Path, console: Console) -> None:
         table.add_row(each.name, each.meaning, each.figure, each.verdict)
     console.print(table)
     console.print(", ".join(f"{number} x {kind}" for kind, number in found.counts.most_common()))
-    console.print(f"report: {page} and {page.with_suffix('.json').name}")
+    say_report(page, console)
     console.print(found.closing_line, style="bold" if found.passed else "bold red")

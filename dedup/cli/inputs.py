@@ -159,8 +159,14 @@ def publish(found: Report, page: Path | None, command: str, *, as_json: bool) ->
         return
     console = Console()
     if page is not None:
-        console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
+        say_report(page, console)
     print_report(found, console)
+
+
+def say_report(page: Path, console: Console) -> None:
+    """Print where the reports are. A path is printed as it is, even if it contains brackets or is long."""
+    text = f"report: {page} and {page.with_suffix('.json').name}"
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def packed(head: str, parts: Iterable[str], width: int = WIDTH) -> str:
@@ -226,7 +232,7 @@ def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
     try:
         yield directory
     except (Exception, KeyboardInterrupt):
-        console.print(f"the logs are in {directory}", style="yellow")
+        console.print(f"the logs are in {directory}", style="yellow", markup=False, emoji=False)
         raise
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -485,7 +485,9 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Show]:
     The function prints an error to stderr; on a terminal, it shows the error below the last status.
     """
     # A pipe has no width, so nothing is left out or wrapped.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+    # Without `markup=False`, Rich would take the address [fe80::1] for a style and leave it out.
+    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
 
     def show(seen: dict[str, Any], failure: str | None = None) -> None:
         if failure is not None:

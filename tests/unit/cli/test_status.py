@@ -91,6 +91,14 @@ def printed(seen: dict[str, Any], width: int = 200) -> str:
     return console.export_text()
 
 
+def test_what_is_printed_is_not_taken_for_rich_markup(capsys):
+    seen = seen_now(survey_of(), [PAGE])
+    said = "http://[fe80::100:1]:6066 refused the token, and [fd00:100:1::2]:9092 [/] does not answer"
+    with showing(watch=False, as_json=False) as show:
+        show({**seen, "alerts": [said]})
+    assert f"attention: {said}\n" in capsys.readouterr().out
+
+
 def test_status_puts_brokers_and_workers_together():
     seen = seen_now(survey_of(), [PAGE])
     assert seen["lag"] == 205
