@@ -73,6 +73,7 @@ _Now = Annotated[
     ),
 ]
 _STDIN: Final = Path("-")
+_MOST_PER_S: Final = 1e12
 LOOK_S: Final = 0.3
 """The polling interval of `dedup check --watch` in seconds; people do not notice a delay this short."""
 
@@ -122,6 +123,9 @@ def check(
         raise typer.BadParameter("--samples runs the code; add --allow-code")
     if envelope and samples is None:
         raise typer.BadParameter("--envelope says how samples are written; add --samples")
+    if not broker and (config is not None or overrides):
+        unused = "--set" if config is None else "--config"
+        raise typer.BadParameter(f"{unused} says where the cluster is, which only --broker asks; add --broker")
     check_code = partial(_code_findings, samples=samples, envelope=envelope) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
     if not watch:
@@ -422,6 +426,10 @@ def size(
 
     dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
     """
+    if rate > _MOST_PER_S:
+        raise SettingsError(
+            [Problem("--rate", f"{rate:g} records per second is too much; write at most {_MOST_PER_S:g}")]
+        )
     parsed = None if topology is None else read_topology(topology)
     window = _window(parsed, guard, grace)
     fingerprints = parsed is not None and parsed.fingerprints_wanted

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -146,6 +147,7 @@ def main() -> None:
     # This SIGTERM handler applies until a command sets its own handler. In a container, this process has PID 1, and the
     # kernel drops a SIGTERM to PID 1 if the process has no handler.
     signal.signal(signal.SIGTERM, _terminate)
+    _open_closed_streams()
     quiet_logging()
     # NumPy's library for linear algebra, which dedup does not use, would start a thread per core and let it spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -169,6 +171,13 @@ def main() -> None:
             err=True,
         )
         sys.exit(AuthorMistake.exit_code)
+
+
+def _open_closed_streams() -> None:
+    """Make a stream that the caller has closed, as with ``<&-`` in a shell, behave like /dev/null instead of None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # open until the process ends
 
 
 def _terminate(number: int, _frame: object) -> None:

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dedup.cli.inputs import say_report
+from dedup.cli.main import create_app
 
 ROOT = Path(__file__).parents[3]
 SIMPLEST = ROOT / "topologies" / "simplest.yaml"
@@ -35,3 +40,31 @@ def test_a_file_may_be_a_pipe_which_can_be_read_only_once(command, file, says):
     found = of_shell(f'"${{D[@]}}" {command} <(cat "$1")', str(file))
     assert (found.returncode, found.stderr) == (0, "")
     assert says in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        ('try "$1" <&-', 0, "no records\n"),
+        ("schema >&-", 0, ""),
+        ('status "$1" --set brokers=x >&-', 2, ""),
+        ("check nowhere.yaml 2>&-", 2, ""),
+    ],
+)
+def test_a_stream_that_is_closed_is_like_an_empty_one(command, code, says):
+    found = of_shell(f'"${{D[@]}}" {command}', str(SIMPLEST))
+    assert (found.returncode, found.stdout) == (code, says)
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("option", [("--config", "nowhere.yaml"), ("--set", "brokers=a:1")])
+def test_check_refuses_an_option_that_it_would_not_use(option):
+    result = CliRunner().invoke(create_app(), ["check", str(SIMPLEST), *option])
+    assert result.exit_code == 2
+    assert "add --broker" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_path_of_a_report_is_printed_as_it_is(capsys):
+    page = Path("reports [prod]") / f"{'x' * 90}[/y]:100:.html"
+    say_report(page, Console())
+    assert capsys.readouterr().out == f"report: {page} and {page.with_suffix('.json').name}\n"
