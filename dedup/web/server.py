@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from dedup.errors import DedupError, SettingsError
@@ -180,7 +181,12 @@ _SHARED_S: Final = 0.5
 _HOURS_SHARED_S: Final = 1.0
 """How long the server uses the last-hour data of all workers for all requests before it asks the workers again."""
 _MOST_ID_BYTES: Final = 65_536
+_MOST_LINE_BYTES: Final = 3 * _MOST_ID_BYTES + 1024
+"""The longest request line. In a URL, a byte of an ID takes up to three characters, and an ID may be a whole value."""
 log: Final = logging.getLogger(__name__)
+_request_log: Final = logging.getLogger(f"{__name__}.requests")
+"""The log of requests that failed. A request that is not HTTP fails because of its sender, such as a port scanner."""
+_request_log.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -219,7 +225,9 @@ class WebServer:
         self._settings: Final = settings
         self._answers: Final = answers
         self._token: Final = settings.token.get_secret_value().encode() if settings.token else None
-        self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
+        self._runner: Final = web.AppRunner(
+            self._app(), access_log=None, handle_signals=False, logger=_request_log, max_line_size=_MOST_LINE_BYTES
+        )
         self._history: Final = MetricHistory()
         self._memory: Final = Memory(_now_ms())
         self._sampling: asyncio.Task[None] | None = None

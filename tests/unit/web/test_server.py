@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 from importlib.resources import files
+from urllib.parse import quote
 
 import aiohttp
 import pytest
@@ -25,7 +26,8 @@ NUMBERS = TaskNumbers()
 @pytest.fixture(autouse=True)
 def _audible() -> None:
     """Another test's logging set-up may have turned off what it did not know."""
-    logging.getLogger("dedup.web.server").disabled = False
+    for name in ("dedup.web.server", "dedup.web.server.requests"):
+        logging.getLogger(name).disabled = False
 
 
 class Worker:
@@ -109,6 +111,36 @@ async def code_of(pages: WebServer, request: bytes) -> int:
     writer.close()
     await writer.wait_closed()
     return int(line.split()[1])
+
+
+async def test_a_long_id_is_looked_up_and_a_longer_one_is_refused():
+    """Users write a content ID as the content itself, which may be long, and is longer still in a URL."""
+    async with WebServer(web(), Worker()) as pages:
+        for text in ("x" * 65_536, "\u20ac" * 21_845):
+            assert json.loads((await get(pages, f"/api/ids/{quote(text)}"))[1])["id"] == text
+        assert (await get(pages, f"/api/ids/{'x' * 65_537}"))[0] == 414
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET /api/ids/\xff HTTP/1.1",
+        b"GET /" + b"a" * 300_000 + b" HTTP/1.1",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / FTP",
+    ],
+)
+async def test_a_request_that_is_not_http_leaves_no_traceback_in_the_log(request_line, caplog):
+    async with WebServer(web(), Worker()) as pages:
+        assert await code_of(pages, request_line + b"\r\nHost: localhost\r\n\r\n") == 400
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_defect_of_ours_does(caplog, monkeypatch):
+    monkeypatch.setattr(Worker, "metrics", lambda _: 1 / 0)
+    async with WebServer(web(), Worker()) as pages:
+        assert (await get(pages, "/metrics"))[0] == 500
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
