@@ -84,6 +84,7 @@ _EXTENSIONS_OF_GUARD: Final = 7
 _LATE: Final[Mapping[str, Late]] = {"forward": LateForward(), "drop": LateDrop()}
 _CHANGELOG: Final = "the changelog topic"
 _REPARTITION: Final = "the repartition topic"
+_LAYOUT: Final = "the layout topic"
 _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
@@ -373,7 +374,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
     # A sink may read any topic with records, except those that hold state or the sink's own dead letters.
     read = document.get(("sink", "topic"))
     role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
-    if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:
+    if role in {_CHANGELOG, _REPARTITION, _LAYOUT, _SINK_LETTERS}:
         text = f'sink.topic: "{read}" is also {role}; every topic has one role'
         yield Problem(document.place(("sink", "topic")), text)
 
@@ -388,6 +389,7 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
     if isinstance(name, str):
         yield ("name",), f"{name}.changelog", _CHANGELOG
         yield ("name",), f"{name}.repartition", _REPARTITION
+        yield ("name",), f"{name}.layout", _LAYOUT  # which every worker reads, even if none has written a layout
         if isinstance(document.get(("sink",)), dict) and not document.has(("sink", "dead_letter")):
             yield ("name",), f"{name}.sink.dead-letter", _SINK_LETTERS
     output: At = ("output", "topic")

@@ -99,6 +99,10 @@ def test_the_least_file_has_none():
             '8:13: duplicates: "clicks_repartition" is also the repartition topic; every topic has one role',
         ),
         (
+            "output: {topic: clicks.layout}",
+            '8:17: output.topic: "clicks.layout" is also the layout topic; every topic has one role',
+        ),
+        (
             "dead_letter: clicks.late",
             '8:14: dead_letter: "clicks.late" is also the topic of late records; every topic has one role',
         ),
