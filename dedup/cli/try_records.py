@@ -142,6 +142,15 @@ class _Envelope(msgspec.Struct):
         return self.key.encode()
 
 
+def _envelope(text: bytes) -> _Envelope:
+    """Return the record in a line. Raises ValueError for a line that is not an envelope, such as a bare value."""
+    whole = msgspec.json.decode(text, type=_Envelope)
+    members = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
+    if members and members.isdisjoint(_Envelope.__struct_fields__):
+        raise ValueError(f"it has no member {', '.join(_Envelope.__struct_fields__)}")
+    return whole
+
+
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
@@ -168,7 +177,7 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
             yield Entry(number, None, *framed(source.framing, text), timestamp_ms)
             continue
         try:
-            whole = msgspec.json.decode(text, type=_Envelope)
+            whole = _envelope(text)
             key, value, headers = whole.record(source)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'

@@ -285,6 +285,20 @@ class TestTry:
         code, output = dedup("try", path, "--envelope", given='{"key":"a"}')
         assert (code, "keys of format msgpack, so the key must be key_base64" in output) == (2, True)
 
+    def test_a_bare_value_is_no_envelope_of_a_null(self, tmp_path):
+        path = topology(tmp_path)
+        code, output = dedup("try", path, "--envelope", NOW, given='{"value":{"id":"a"}}\n{"id":"a","at":1}\n')
+        assert code == 2
+        assert "standard input:2:1: is not an envelope (it has no member value, key, headers, timestamp" in output
+        assert (
+            verdicts(path, "{}", '{"value":null,"offset":7}', options=("--envelope",))
+            == [
+                ("forwarded: its value is null, and the topology says tombstones: forward; outside the guarantee, marked by "
+                "dedup-verdict")
+            ]
+            * 2
+        )
+
     def test_envelopes_have_keys_headers_and_times(self, tmp_path):
         by_key = topology(tmp_path, "key: true")
         lines = ['{"key":"k","value":"x","timestamp":1000}', '{"key":"k","value":null,"timestamp":2000}', '{"value":1}']
