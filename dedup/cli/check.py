@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal
 
 import typer
 
@@ -126,7 +128,7 @@ def check(
     if not broker and (config is not None or overrides):
         unused = "--set" if config is None else "--config"
         raise typer.BadParameter(f"{unused} says where the cluster is, which only --broker asks; add --broker")
-    check_code = partial(_code_findings, samples=samples, envelope=envelope) if allow_code else None
+    check_code = partial(_code_findings, samples=samples, envelope=envelope, aside=as_json) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
     if not watch:
         _check_once(topologies, settings, check_code, as_json=as_json)
@@ -162,8 +164,32 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return known.st_mtime_ns, known.st_size, known.st_ino
 
 
-def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool) -> list[Finding]:
-    """Import the flow and the ID functions of a topology, run them on the samples, and return the findings."""
+def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool, aside: bool) -> list[Finding]:
+    """Import the flow and the ID functions of a topology, run them on the samples, and return the findings.
+
+    If ``aside`` is set, what this code prints goes to stderr.
+    """
+    if not aside:
+        return _findings_of_code(topology, samples, envelope=envelope)
+    with _printing_aside():
+        return _findings_of_code(topology, samples, envelope=envelope)
+
+
+@contextmanager
+def _printing_aside() -> Iterator[None]:
+    """Send to stderr what this process and the processes that it starts print to stdout inside the ``with`` block."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _findings_of_code(topology: Stage, samples: Path | None, *, envelope: bool) -> list[Finding]:
     from dedup.cli.try_records import entries
     from dedup.core.flow import FlowRecord
     from dedup.flow_loader import load_code, sample_findings
@@ -361,23 +387,28 @@ def try_records(
     if parsed.source.needs_registry:
         parsed = with_schemas(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
-    flow = _flow_of(parsed, allow_code=allow_code)
-    judge = RecordJudge(parsed, now_ms=now_ms, flow=flow)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
     name = "standard input" if file == _STDIN else str(file)
-    try:
-        opened = sys.stdin.buffer if file == _STDIN else file.open("rb")
-    except OSError as error:
-        raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
-    with opened as lines:
-        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
-            judgment = judge.judge(entry)
-            counts[judgment.verdict] += 1
-            typer.echo(judgment.as_json() if as_json else judgment.as_text())
+    out = sys.stdout
+    # With --json, stdout contains the verdicts and nothing that the user's code prints.
+    with redirect_stdout(sys.stderr if as_json else out):
+        judge = RecordJudge(parsed, now_ms=now_ms, flow=_flow_of(parsed, allow_code=allow_code))
+        with _opened(file, name) as lines:
+            for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
+                judgment = judge.judge(entry)
+                counts[judgment.verdict] += 1
+                typer.echo(judgment.as_json() if as_json else judgment.as_text(), file=out)
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counted(counts.total(), 'record')}: {books}" if counts else "no records")
+
+
+def _opened(file: Path, name: str) -> BinaryIO:
+    try:
+        return sys.stdin.buffer if file == _STDIN else file.open("rb")
+    except OSError as error:
+        raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
 
 
 def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:

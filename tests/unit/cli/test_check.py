@@ -293,8 +293,10 @@ class TestTry:
         assert (
             verdicts(path, "{}", '{"value":null,"offset":7}', options=("--envelope",))
             == [
-                ("forwarded: its value is null, and the topology says tombstones: forward; outside the guarantee, marked by "
-                "dedup-verdict")
+                (
+                    "forwarded: its value is null, and the topology says tombstones: forward; outside the guarantee, marked by "
+                    "dedup-verdict"
+                )
             ]
             * 2
         )

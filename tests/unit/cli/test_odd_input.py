@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +23,15 @@ INGEST = ROOT / "topologies" / "files-to-topic.yaml"
 def of_shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command of dedup in bash, in which $D stands for the program, and "$1" and so on for the arguments."""
     script = f"D=({sys.executable} -m dedup.cli.main); {command}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # for a script that changes its directory
     return subprocess.run(
-        ["bash", "-c", script, "bash", *arguments], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+        ["bash", "-c", script, "bash", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=env,
+        check=False,
+        timeout=60,
     )
 
 
@@ -68,3 +77,25 @@ def test_the_path_of_a_report_is_printed_as_it_is(capsys):
     page = Path("reports [prod]") / f"{'x' * 90}[/y]:100:.html"
     say_report(page, Console())
     assert capsys.readouterr().out == f"report: {page} and {page.with_suffix('.json').name}\n"
+
+
+TALKING = """
+print("imported")
+def of(key, value, headers):
+    print("called")
+    return "a"
+"""
+
+
+@pytest.mark.parametrize("command", ["try --json", "check --json --allow-code --samples"])
+def test_what_the_users_code_prints_is_not_mixed_with_json(command, tmp_path):
+    (tmp_path / "talking.py").write_text(TALKING)
+    (tmp_path / "values.jsonl").write_text("1\n")
+    (tmp_path / "t.yaml").write_text(
+        "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {python: talking:of}\nguard_period: 1h\n"
+    )
+    arguments = ("t.yaml", "values.jsonl") if command.startswith("try") else ("values.jsonl", "t.yaml")
+    found = of_shell(f'cd "$1"; "${{D[@]}}" {command} "$2" "$3"', str(tmp_path), *arguments)
+    assert found.returncode == 0
+    assert json.loads(found.stdout)
+    assert {"imported", "called"} <= set(found.stderr.split())
