@@ -61,6 +61,7 @@ from dedup.topology.model import (
 from dedup.topology.schema import (
     ALTERNATIVE_RULES,
     PART_RULES,
+    RESERVED_COLUMNS,
     RULES,
     AlternativeFile,
     ColumnFile,
@@ -108,6 +109,7 @@ def parse(text: str, *, name: str, read_file: Callable[[str], str] = _no_file) -
         columns_fit,
         partial(schema_fits, read_file=read_once),
         _flow_fits,
+        _columns_differ,
         _one_role_each,
     )
     return _topology(checked_file(text, name, TopologyFile, checks), read_once, name)
@@ -354,6 +356,19 @@ def _flow_fits(document: Document) -> Iterator[Problem]:
             yield at_key(document, ("output", "headers"), "has no effect with `then`, which always adds dedup-source")
     elif document.has(("routes",)):
         yield at_key(document, ("routes",), "needs `then`, the flow that sends records there")
+
+
+def _columns_differ(document: Document) -> Iterator[Problem]:
+    """Report columns of a sink whose names differ only in case, which SQLite ignores, even for quoted names."""
+    url, columns = document.get(("sink", "url")), document.get(("sink", "columns"))
+    if not (isinstance(url, str) and url.startswith("sqlite:") and isinstance(columns, dict)):
+        return
+    names = {name: name for name in RESERVED_COLUMNS}
+    for name in columns:
+        first = names.setdefault(name.lower(), name)
+        if first != name:
+            text = f'SQLite ignores case, so this is also the column "{first}"; choose another name'
+            yield at_key(document, ("sink", "columns", name), text)
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:

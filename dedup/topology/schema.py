@@ -47,7 +47,7 @@ _SUBJECT: Final = re.compile(r"[^\s\0]{1,255}")
 _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
-_RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
+RESERVED_COLUMNS: Final = frozenset({"tracking_id", "event_time_ms"})
 """The columns that every sink table has."""
 
 Start = Literal["earliest", "latest"] | int
@@ -176,7 +176,8 @@ _Topic = Annotated[str, _TOPIC_RULE, _text_like(f"^{_TOPIC.pattern}$")]
 _CsvColumn = Annotated[str, accepting(lambda name: name, "a column has a name")]
 _Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
 _SinkColumn = Annotated[
-    _Column, accepting(lambda name: name not in _RESERVED, '"{}" is a column of every sink table; choose another name')
+    _Column,
+    accepting(lambda name: name not in RESERVED_COLUMNS, '"{}" is a column of every sink table; choose another name'),
 ]
 _Table = Annotated[
     str, matching(_TABLE, 'is not a valid table name; use letters, digits and "_", as name or schema.name')

@@ -99,6 +99,17 @@ def test_the_least_file_has_none():
             '8:13: duplicates: "clicks_repartition" is also the repartition topic; every topic has one role',
         ),
         (
+            "sink: {topic: o, url: 'sqlite:///f', table: t, columns: {at: a, AT: b}}",
+            '8:65: sink.columns.AT: SQLite ignores case, so this is also the column "at"; choose another name',
+        ),
+        (
+            "sink: {topic: o, url: 'sqlite:///f', table: t, columns: {Tracking_ID: b}}",
+            (
+                "8:58: sink.columns.Tracking_ID: SQLite ignores case, so this is also the column "
+                '"tracking_id"; choose another name'
+            ),
+        ),
+        (
             "output: {topic: clicks.layout}",
             '8:17: output.topic: "clicks.layout" is also the layout topic; every topic has one role',
         ),
