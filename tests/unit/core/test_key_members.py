@@ -99,7 +99,8 @@ def both(recipe, keys, values, headers):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("rule", RULES, ids=["member", "parts", "first of"])
 def test_a_member_of_the_key_has_the_id_of_a_member_of_the_value(fmt, form, rule):
-    events = [event for event in FORMATS[fmt] * 3 for _ in range(3)]
+    times = 2 if len(FORMATS[fmt]) > 20 else 3
+    events = [event for event in FORMATS[fmt] * times for _ in range(times)]
     for path in PATHS:
         for steps in ((), ("trim", "lower", "instant")):
             of_values, of_keys = recipes(fmt, rule, path, steps)

@@ -214,20 +214,23 @@ def test_a_segment_whose_start_names_the_family_of_another_one_has_its_own(tmp_p
 
 def test_the_log_of_rocksdb_is_emptied_and_names_no_segment_of_long_ago(tmp_path, monkeypatch):
     monkeypatch.setattr(rocks, "_MOST_FREE_FAMILIES", 0)
+    most_bytes = 1 << 18  # A quarter of the real limit, and of the segments.
+    monkeypatch.setattr(rocks, "_APPLIES_PER_LOOK", rocks._APPLIES_PER_LOOK // 4)
+    monkeypatch.setattr("dedup.store.directory._MOST_LOG_BYTES", most_bytes)
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
     log, largest = tmp_path / "0" / "LOG", 0
-    for first in range(0, 20_000, 2_000):
-        fill_in_turn(store, range(first, first + 2_000, WIDTH_MS))
+    for first in range(0, 5_000, 500):
+        fill_in_turn(store, range(first, first + 500, WIDTH_MS))
         largest = max(largest, log.stat().st_blocks * 512)
-    assert 1 << 20 < largest < 3 << 20
-    assert log.stat().st_size > 2 << 20, "the log was not emptied"
+    assert most_bytes < largest < 3 * most_bytes
+    assert log.stat().st_size > 2 * most_bytes, "the log was not emptied"
     assert b"Options for column family [0]" not in log.read_bytes()
     assert len(list((tmp_path / "0").glob("LOG*"))) == 1
     log.unlink()
-    fill_in_turn(store, range(20_000, 27_000, WIDTH_MS))
+    fill_in_turn(store, range(5_000, 6_750, WIDTH_MS))
     store.close()
     store = RocksStore.open(tmp_path / "0", identity=StoreIdentity("t", 0, ""))
-    assert log.stat().st_size < 1 << 20
+    assert log.stat().st_size < most_bytes
     store.close()
 
 
