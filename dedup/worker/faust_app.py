@@ -312,10 +312,23 @@ class Consumer(FaustConsumer):
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
             return None
+        return self._not_a_member(pending)
+
+    def _not_a_member(self, cause: BaseException | None) -> BrokerUnavailable:
         return BrokerUnavailable(
-            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if this "
+            f"this worker is no longer a member of the group {self.app.conf.id!r}: {cause!r}. Restart it; if this "
             "recurs, check the broker's log and whether workers of other versions are in the group."
         )
+
+    async def _stay_member(self) -> None:
+        """Poll, because aiokafka considers a member alive as long as it polls. Raises DedupError if it is none."""
+        if (lost := self.lost_membership()) is not None:
+            raise lost
+        try:
+            # This poll returns no records, because all partitions are paused.
+            await self.client.getmany(timeout_ms=0)
+        except KafkaError as error:  # The membership was lost during the poll.
+            raise self.lost_membership() or self._not_a_member(error) from error
 
     def rejoin(self) -> None:
         """Ask the consumer group for a new assignment, unless a rebalance is in progress."""
@@ -328,11 +341,7 @@ class Consumer(FaustConsumer):
             await self.can_resume_flow.wait()
         generation = self.app.consumer_generation_id
         try:
-            if (lost := self.lost_membership()) is not None:
-                raise lost
-            # aiokafka considers a member alive as long as it polls. This poll returns no records, because all
-            # partitions are paused.
-            await self.client.getmany(timeout_ms=0)
+            await self._stay_member()
             active = [TopicPartition(*tp) for tp in self._get_active_partitions() if tp not in self._held]
             found = await self.fetcher.poll([feeding for feeding in active if not self.app.tasks.is_full(feeding)])
         except DedupError as error:
