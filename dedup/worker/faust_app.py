@@ -312,13 +312,7 @@ class Consumer(FaustConsumer):
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
             return None
-        return self._not_a_member(pending)
-
-    def _not_a_member(self, cause: BaseException | None) -> BrokerUnavailable:
-        return BrokerUnavailable(
-            f"this worker is no longer a member of the group {self.app.conf.id!r}: {cause!r}. Restart it; if this "
-            "recurs, check the broker's log and whether workers of other versions are in the group."
-        )
+        return _not_a_member(self.app.conf.id, pending)
 
     async def _stay_member(self) -> None:
         """Poll, because aiokafka considers a member alive as long as it polls. Raises DedupError if it is none."""
@@ -328,7 +322,7 @@ class Consumer(FaustConsumer):
             # This poll returns no records, because all partitions are paused.
             await self.client.getmany(timeout_ms=0)
         except KafkaError as error:  # The membership was lost during the poll.
-            raise self.lost_membership() or self._not_a_member(error) from error
+            raise self.lost_membership() or _not_a_member(self.app.conf.id, error) from error
 
     def rejoin(self) -> None:
         """Ask the consumer group for a new assignment, unless a rebalance is in progress."""
@@ -627,3 +621,10 @@ class GroupAssignor(PartitionAssignor):
 
 TRANSPORTS.aliases["dedup"] = "dedup.worker.faust_app:Transport"
 STORES.aliases["dedup"] = "dedup.worker.faust_app:SightingsStore"
+
+
+def _not_a_member(group: str, cause: BaseException | None) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"this worker is no longer a member of the group {group!r}: {cause!r}. Restart it; if this recurs, check the "
+        "broker's log and whether workers of other versions are in the group."
+    )

@@ -490,10 +490,17 @@ async def test_a_worker_whose_id_another_process_has_taken_ends() -> None:
     assert [each.prepare({12: (0, 4)}).group_instance_id for each in sent] == ["orders-1"] * 3
 
 
-async def test_a_poll_tells_the_worker_that_the_membership_has_died_and_raises_nothing() -> None:
+@pytest.mark.parametrize("during", [False, True])
+async def test_a_poll_tells_the_worker_that_the_membership_has_died_and_raises_nothing(during: bool) -> None:
     """Faust would log a traceback and end the worker as if dedup had a bug."""
     told: list[BaseException] = []
-    polling = member(None, pending=GroupAuthorizationFailedError("orders"))
+    polling = member(None, pending=None if during else GroupAuthorizationFailedError("orders"))
+
+    async def getmany(timeout_ms: int) -> None:
+        raise GroupAuthorizationFailedError("orders")
+
+    polling.client.getmany = getmany
+    polling._stay_member = partial(Consumer._stay_member, polling)
     polling.app.tasks = SimpleNamespace(fail=told.append)
     polling.app.consumer_generation_id = 1
     polling.flow_active = True
