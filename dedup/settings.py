@@ -52,6 +52,7 @@ _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})"
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _TOKEN: Final = re.compile(r"[!-~]+")
+_NO_DIRECTORY: Final = "is empty; write a directory, or leave it out"
 _WEB_TOKEN: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
@@ -74,7 +75,7 @@ def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     if not isinstance(value, str):
         return value
     if not value:
-        raise ValueError("is empty; write a directory, or leave it out")  # Path("") would be the current directory
+        raise ValueError(_NO_DIRECTORY)  # Path("") would be the current directory
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -166,7 +167,7 @@ class RegistrySection(Keys):
     """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
     ca_file: str | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    directory: Annotated[str, accepting(bool, "is empty; write a directory, or leave it out")] | None = None
+    directory: Annotated[str, accepting(bool, _NO_DIRECTORY)] | None = None
     """Directory with schemas from `dedup schemas export`, which dedup reads before it asks the registry. Without `url`,
     dedup knows only these schemas."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"

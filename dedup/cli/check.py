@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -169,9 +169,7 @@ def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool, asi
 
     If ``aside`` is set, what this code prints goes to stderr.
     """
-    if not aside:
-        return _findings_of_code(topology, samples, envelope=envelope)
-    with _printing_aside():
+    with _printing_aside() if aside else nullcontext():
         return _findings_of_code(topology, samples, envelope=envelope)
 
 

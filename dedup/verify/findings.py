@@ -155,9 +155,7 @@ class Copies:
             for kind, topic in copy_topics(cut).items()
             for number in partitions.get(topic, ())
         ]
-        self._absent: Final = {
-            kind: topic for kind, topic in _named_copies(cut).items() if topic is not None and not cut.partitions[topic]
-        }
+        self._absent: Final = {kind: topic for kind, topic in _named_copies(cut).items() if not cut.partitions[topic]}
         self.gone: Final[Counter[str]] = Counter()
         """Maps the reason why the copies of a topic are unknown to the number of copies that it should have received.
         """
@@ -229,8 +227,9 @@ def _is_unjudged(copy: Seen, tasks: Sequence[TaskReplay]) -> bool:
 
 def copy_topics(cut: Cut) -> dict[CopyKind, str]:
     """Return the names of the duplicates and conflicts topics that exist, by kind."""
-    return {kind: topic for kind, topic in _named_copies(cut).items() if topic is not None and cut.partitions[topic]}
+    return {kind: topic for kind, topic in _named_copies(cut).items() if cut.partitions[topic]}
 
 
-def _named_copies(cut: Cut) -> dict[CopyKind, str | None]:
-    return {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
+def _named_copies(cut: Cut) -> dict[CopyKind, str]:
+    named: dict[CopyKind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
+    return {kind: topic for kind, topic in named.items() if topic is not None}

@@ -619,12 +619,12 @@ class GroupAssignor(PartitionAssignor):
         return [number for group in groups for number in range(group * size, min((group + 1) * size, count))]
 
 
-TRANSPORTS.aliases["dedup"] = "dedup.worker.faust_app:Transport"
-STORES.aliases["dedup"] = "dedup.worker.faust_app:SightingsStore"
-
-
 def _not_a_member(group: str, cause: BaseException | None) -> BrokerUnavailable:
     return BrokerUnavailable(
         f"this worker is no longer a member of the group {group!r}: {cause!r}. Restart it; if this recurs, check the "
         "broker's log and whether workers of other versions are in the group."
     )
+
+
+TRANSPORTS.aliases["dedup"] = "dedup.worker.faust_app:Transport"
+STORES.aliases["dedup"] = "dedup.worker.faust_app:SightingsStore"
