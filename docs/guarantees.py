@@ -117,7 +117,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F25": ("tests/simulation/test_mutants.py::test_the_mutant_is_caught",),
     "F31": (
         "tests/integration/test_store_damage.py",
-        "tests/unit/store/test_bloom_filter.py::test_no_id_is_missed_whatever_happens_to_the_logs",
+        "tests/property/test_filter_logs.py::test_no_id_is_missed_whatever_happens_to_the_logs",
         "tests/unit/worker/test_bootstrap.py::test_what_can_not_be_used_is_told_and_the_changelog_is_read",
     ),
     "F85": ("tests/integration/test_growing_source.py",),

@@ -1,156 +1,15 @@
 """A member of the key has the ID that a member of the value in that format has, one by one and in columns."""
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from dedup.core.extract import Extractor, Recipe, extractor_for
-from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.framing import SchemaBook, SchemaRefused
 from dedup.core.key_members import KeyColumns, KeyFormat, read_key
-from dedup.core.tracking_id import (
-    FieldRule,
-    FirstOfRule,
-    HeaderRule,
-    KeyFieldRule,
-    KeyRule,
-    Part,
-    PartsRule,
-    TrackingId,
-    parse_path,
-)
-from tests.fuzz.records import mutated
-from tests.property.extract_cases import (
-    AVRO,
-    AVRO_EVENTS,
-    CBOR_EVENTS,
-    EVENTS,
-    MSGPACK_EVENTS,
-    PROTOBUF,
-    PROTOBUF_EVENTS,
-    SCHEMA_IDS,
-    framed,
-)
-
-KEY_NAME = "__key_schema_id"
-OTHER = SCHEMA_IDS[1]
-"""The ID of a schema that no registry knows, or that nobody can read."""
-FORMATS = {
-    "json": EVENTS,
-    "json_schema": EVENTS,
-    "avro": AVRO_EVENTS,
-    "protobuf": PROTOBUF_EVENTS,
-    "msgpack": MSGPACK_EVENTS,
-    "cbor": CBOR_EVENTS,
-}
-TEXTS = {"avro": AVRO["avro"].schema, "protobuf": PROTOBUF["protobuf"].schema}
-PATHS = [("id",), ("a", "id"), ("a", 0, "id"), ("t",), ("number",)]
-RULES = [
-    lambda of, path: of(path),
-    lambda of, path: PartsRule((Part(of(path), True), Part(HeaderRule("h")), Part(of(("id",)), True))),
-    lambda of, path: FirstOfRule((HeaderRule("x"), of(path), of(("id",)))),
-]
-
-
-def known(fmt, *, other=None):
-    """The schemas of a registry, of which one is unknown or cannot be read."""
-    if fmt not in TEXTS:
-        return None
-    return SchemaBook({SCHEMA_IDS[0]: TEXTS[fmt], OTHER: other, SCHEMA_IDS[2]: TEXTS[fmt]}.get)
-
-
-def index(fmt):
-    return b"\0" if fmt == "protobuf" else b""
-
-
-def sent(fmt, payload, form):
-    """A payload and the headers of its framing, as a value; `as_key` makes a key of it."""
-    if payload is None or fmt not in {"json_schema", "avro", "protobuf"}:
-        return payload, []
-    if form == "header":
-        return payload, [("__value_schema_id", SCHEMA_IDS[2] + index(fmt))]
-    return SCHEMA_IDS[0] + index(fmt) + payload, []
-
-
-def as_key(headers):
-    return [(KEY_NAME if name == "__value_schema_id" else name, content) for name, content in headers]
-
-
-def recipes(fmt, rule, path, normalize=(), **more):
-    book = known(fmt, **more)
-    values = Recipe(TrackingId(rule(FieldRule, path), normalize), fmt=fmt, schema="" if book is None else book)
-    keys = TrackingId(rule(KeyFieldRule, path), normalize)
-    return values, Recipe(keys, fmt="bytes", keys=KeyFormat(fmt, book))
-
-
-def both(recipe, keys, values, headers):
-    """What is extracted, one by one and in columns, which must be the same."""
-    count = len(values)
-    fast = Extractor(recipe)(keys, values, headers, range(count))
-    slow = [extract_one(recipe, *record) for record in zip(keys, values, headers, range(count), strict=True)]
-    for row, one in enumerate(slow):
-        assert (one if isinstance(one, Fault) else None) == fast.faults.get(row), (keys[row], values[row])
-        assert (one.id if isinstance(one, One) else None) == fast.ids[row], (keys[row], values[row])
-    return slow
-
-
-@pytest.mark.parametrize("form", ["prefix", "header"])
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("rule", RULES, ids=["member", "parts", "first of"])
-def test_a_member_of_the_key_has_the_id_of_a_member_of_the_value(fmt, form, rule):
-    times = 2 if len(FORMATS[fmt]) > 20 else 3
-    events = [event for event in FORMATS[fmt] * times for _ in range(times)]
-    for path in PATHS:
-        for steps in ((), ("trim", "lower", "instant")):
-            of_values, of_keys = recipes(fmt, rule, path, steps)
-            pairs = [sent(fmt, event, form) for event in events]
-            column = [payload for payload, _ in pairs]
-            headers = [[("h", b"x"), *own] for _, own in pairs]
-            nothing = [None] * len(column)
-            expected = both(of_values, nothing, column, headers)
-            found = both(of_keys, column, nothing, list(map(as_key, headers)))
-            for own, one in zip(found, expected, strict=True):
-                if isinstance(one, One):
-                    assert own == one
-                else:
-                    assert (own.kind, own.code) == (one.kind, one.code)
-                    assert "key" in own.detail or own.code == "id_missing"
-                    assert "the value" not in own.detail
-                    assert own.format_name == ""
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_damaged_keys_and_values_side_by_side(fmt):
-    """Keys and values are damaged apart from each other; some schemas are unknown, some cannot be read."""
-    dice = random.Random(fmt)
-    for other in (None, "no schema"):
-        book = known(fmt, other=other)
-        for rule in (
-            KeyFieldRule(("id",)),
-            PartsRule((Part(KeyFieldRule(("id",)), True), Part(FieldRule(("id",)), True), Part(KeyRule(), True))),
-            FirstOfRule((FieldRule(("id",)), KeyFieldRule(("a", "id")), HeaderRule("h"), KeyFieldRule(("t",)))),
-        ):
-            recipe = Recipe(TrackingId(rule), fingerprint=True, keys=KeyFormat(fmt, book))
-            for _ in range(6):
-                spoilt = dice.choice([0, 0.1])
-                made = [one_of(fmt, dice, spoilt) for _ in range(40)]
-                values = [dice.choice(EVENTS[:6]) if dice.random() > spoilt else mutated(dice, EVENTS) for _ in made]
-                values = [None if dice.random() < spoilt else value for value in values]
-                both(recipe, [key for key, _ in made], values, [own for _, own in made])
-
-
-def one_of(fmt, dice, spoilt):
-    payload = mutated(dice, FORMATS[fmt]) if dice.random() < spoilt else dice.choice(FORMATS[fmt][:4])
-    if dice.random() < spoilt:
-        return None, []
-    if fmt not in {"json_schema", "avro", "protobuf"}:
-        return payload, []
-    key, headers = framed(index(fmt) + payload, dice, spoilt)
-    if headers:
-        key = payload
-        headers = [(name, content and content + index(fmt)) for name, content in headers]
-    return key, as_key(headers)
+from dedup.core.tracking_id import FieldRule, FirstOfRule, KeyFieldRule, Part, PartsRule, TrackingId, parse_path
+from tests.property.extract_cases import SCHEMA_IDS
+from tests.property.key_cases import KEY_NAME, OTHER, RULES, both, recipes
 
 
 def test_two_versions_of_a_schema_are_read_in_columns(monkeypatch):
