@@ -157,7 +157,7 @@ class Security(Keys):
 
 
 class RegistrySection(Keys):
-    """A schema registry with Confluent's API. It holds the schemas that the framing of values refers to."""
+    """A schema registry with Confluent's API. It holds the schemas that the framing of values and keys refers to."""
 
     url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
@@ -247,7 +247,7 @@ class Settings(Keys):
     security: Security = Security()
     """Protocol, credentials, and certificates for connections to the brokers."""
     schema_registry: RegistrySection = RegistrySection()
-    """The schema registry, for topologies whose Avro or Protobuf values have a framing."""
+    """The schema registry, for topologies whose Avro or Protobuf values or keys have a framing."""
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
     """Directory of local state. Each worker needs its own directory."""
     state: StateSection = StateSection()

@@ -364,7 +364,7 @@ class ChaosEvents:
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to the number of times that a worker ended with this code without a fault."""
+    """Maps each exit code to the number of times that a worker exited with this code although nobody stopped it."""
     early: str | None = None
     """The reason why the run ended early, or None if it did not."""
 

@@ -167,7 +167,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool, aside: bool) -> list[Finding]:
     """Import the flow and the ID functions of a topology, run them on the samples, and return the findings.
 
-    If ``aside`` is set, what this code prints goes to stderr.
+    If ``aside`` is set, everything that this code prints goes to stderr.
     """
     with _printing_aside() if aside else nullcontext():
         return _findings_of_code(topology, samples, envelope=envelope)
@@ -175,7 +175,7 @@ def _code_findings(topology: Stage, *, samples: Path | None, envelope: bool, asi
 
 @contextmanager
 def _printing_aside() -> Iterator[None]:
-    """Send to stderr what this process and the processes that it starts print to stdout inside the ``with`` block."""
+    """Redirect to stderr everything that this process and its child processes print to stdout in the ``with`` block."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

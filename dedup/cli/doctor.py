@@ -91,8 +91,8 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry; each of
-    the two is None if unknown.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each of
+    them is None if it is not known.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:
@@ -219,9 +219,9 @@ async def _refusal(
 async def _refuse_start(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
 ) -> None:
-    """Make the checks of a worker that starts, and of its tasks, but change nothing.
+    """Run the checks that a starting worker and its tasks run, but change nothing.
 
-    Raises StateIncompatible if a worker would. `dedup.worker.worker` makes the same checks in the same order.
+    Raises StateIncompatible if a worker would raise it. `dedup.worker.worker` runs the same checks in the same order.
     """
     from dedup.worker.layout import read_layout, refuse_other_layout, with_layout
     from dedup.worker.restore import refuse_other_state
@@ -237,7 +237,7 @@ async def _refuse_start(
     cluster = Cluster(have)
     topology = await with_layout(topology, cluster, wire, fresh=fresh)
     layout = await read_layout(wire, topology)
-    # A starting worker writes a layout that is missing, and finishes an interrupted change to its own layout.
+    # A starting worker writes a missing layout, and finishes an interrupted change to its own layout.
     settles = (fresh or not topology.direct) and (not layout.counts or layout.changing_to == topology.group_size)
     if not (settles and topology.has_layout(topology.group_size)):
         await refuse_other_layout(wire, topology, cluster)

@@ -99,7 +99,7 @@ def read_both(topology: Path, config: Path | None, overrides: list[str] | None) 
 
 
 def with_schemas(topology: Topology, settings: Settings) -> Topology:
-    """Return the topology, which asks the configured registry for schemas if it needs any.
+    """Return the topology. If it needs schemas, the returned topology requests them from the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none.
     """

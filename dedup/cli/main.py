@@ -90,8 +90,8 @@ class _Group(TyperGroup):
 def _for_readers(parameters: list[Any]) -> list[Any]:
     """Make `--help` show no types, such as ``<bool>`` or ``<int range> [x>=1]``.
 
-    A flag takes no value, every other option has a metavar, an argument has a name, and help texts say what the limits
-    of a number are. Values are converted and checked as before.
+    Users do not need the types: a flag takes no value, every other option has a metavar, an argument has a name, and
+    help texts state the limits of numbers. Values are converted and checked as before.
     """
     for parameter in parameters:
         if isinstance(parameter, TyperArgument):

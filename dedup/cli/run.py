@@ -110,7 +110,7 @@ class VerdictProgress:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        # Log lines go above the progress line as they are: their words stay searchable, and the terminal wraps them.
+        # Log lines appear unchanged above the progress line, so they stay searchable, and the terminal wraps them.
         self._console: Final = Console(stderr=True, soft_wrap=True)
         self._live: Final = Live(console=self._console, transient=True, auto_refresh=False)
         self._enabled: Final = enabled and self._console.is_terminal

@@ -50,7 +50,7 @@ FormatOption = Annotated[
 GrowingFormat = Annotated[
     InputFormat, typer.Option("--format", metavar="FORMAT", help=f"Format of --input: {_FILE_FORMATS}, or delta.")
 ]
-"""The format `table` is refused with a sentence that says what to use instead."""
+"""`dedup spark incremental` refuses the format `table`, with an error that says what to use instead."""
 Checkpoint = Annotated[
     str,
     typer.Option(metavar="DIRECTORY", help="Directory for Spark's checkpoint; each topology needs its own directory."),

@@ -136,7 +136,7 @@ async def _changelog_bounds(wire: KafkaWire, changelog: Topic | None, partition:
 
 
 async def _reset_interrupted(topology: Topology, wire: KafkaWire) -> bool:
-    # Workers look at this partition, too: a reset completes it last.
+    # Workers check the same partition, because a reset completes it last.
     found = await committed_position(wire, topology.name, TopicPartition(topology.source.topics[0], 0), stable=False)
     return found is not None and found.note == RESETTING
 
@@ -256,7 +256,7 @@ def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
         try:
             said = json.load(error)
         except (OSError, http.client.HTTPException, ValueError):
-            said = None  # another server than a worker, such as one that expects TLS
+            said = None  # The server is not a worker; for example, it expects TLS.
         if isinstance(said, dict) and isinstance(said.get("error"), str):
             return SettingsError([Problem("ID", said["error"])])
     return OtherAnswer(f"{url} answered {error.code} {error.reason}; {_OTHER_SERVER}")
@@ -454,7 +454,7 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: {remedy}"
         )
-    # A long commit interval alone is no fault, and neither is an old record alone, so both times must exceed the limit.
+    # Neither a long commit interval nor an old record is a fault by itself, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
     if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
@@ -512,10 +512,10 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Show]:
 
 
 async def follow(look: Callable[[], Awaitable[Look]], show: Show, *, watch: bool) -> None:
-    """Show the status once, with rates or, with ``watch``, show it every two seconds until the caller cancels.
+    """Show the status once, with rates. With ``watch``, show it every two seconds until the caller cancels.
 
-    Raises BrokerUnavailable or StateIncompatible if the cluster does not say what its status is. With ``watch``, only
-    the first look raises; a later error is shown, and the next look follows.
+    Raises BrokerUnavailable or StateIncompatible if the status cannot be determined. With ``watch``, only the first
+    attempt raises an error; the function shows later errors and tries again.
     """
     before: Look | None = None
     seen: dict[str, Any] = {}

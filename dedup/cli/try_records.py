@@ -128,7 +128,7 @@ class _Envelope(msgspec.Struct):
         return key, value, (*headers, *added)
 
     def _key(self, source: SourceSpec) -> bytes | None:
-        """Return the record's key, framed like the topology's keys unless it is in base64 or its header is there."""
+        """Return the record's key. Text gets the framing of the topology's keys, unless a header contains it."""
         if self.key_base64 is not None:
             if self.key is not None:
                 raise ValueError("it has both key and key_base64")
@@ -209,7 +209,7 @@ class RecordJudge:
         ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms
         outcome = fold(rows, self._topology.rules, self._stream_time, self._look_up, ceiling_ms=ceiling_ms)
         made = self._yielded(entry, outcome)
-        if isinstance(made, Fault):  # Like in a worker, the record is then a dead letter, but no sighting.
+        if isinstance(made, Fault):  # As in a worker, the record becomes a dead letter and creates no sighting.
             reason = f"{made.code}: {made.detail}"
             return Judgment(entry.line, "dead letter", reason, self._topology.dead_letter, None)
         self._stream_time = outcome.stream_time

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.worker_view import STUCK_S, Kind, Noted, Peer, TaskPulse
 
-# Issues and current figures need the last five minutes of a worker's metrics, sampled every second. Rates are the
+# Issues and current figures are based on the last five minutes of a worker's metrics, sampled every second. Rates are
 # differences of counters, as in `rate()` of Prometheus; a new task counts from zero. Latency is a quantile of the
 # histogram's growth, interpolated within its bucket as in `histogram_quantile()`.
 
@@ -112,7 +112,7 @@ FORMAT = 4
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
 MOST_NOTICES: Final = 8
-"""Maximum number of issues that a worker tells another worker's page."""
+"""Maximum number of issues that a worker reports to another worker's page."""
 MOST_LISTED: Final = 100
 """Maximum number of issues that a page lists; it shows the first `MOST_NOTICES` until a user asks for the others."""
 MOST_CASES: Final = 100
@@ -158,7 +158,7 @@ def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
     """Return the issues of all workers, errors first. An unresponsive worker counts as an issue.
 
-    ``fleet`` contains what the page shows for each worker, beginning with this worker; ``own`` contains this worker's
+    ``fleet`` contains the page's data about each worker, beginning with this worker. ``own`` contains this worker's
     issues.
     """
     found = [*own, *_copies(fleet)]
@@ -170,7 +170,7 @@ def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list
                 Notice(each["level"], each["text"], each["about"], name, url, issues=each["issues"]) for each in told
             ]
         elif url is not None:  # `_worker` names the workers that serve no pages
-            # The cause is shown here, because that worker's page may not answer either.
+            # The notice leads to a part of this page, because that worker's page may not respond either.
             found.append(Notice("warning", f"No figures from worker {name}: {other['why']}.", f"worker:{name}"))
     return _first(found, MOST_LISTED)
 
@@ -186,7 +186,7 @@ def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
             listed = ", ".join(f"{worker} {digest}" for worker, digest in sorted(digests.items()))
             text = f"The workers have different copies of {name} (digest of the module: {listed})."
             remedy = "One record may get two IDs or outputs. Deploy the same file to every worker."
-            # The page shows these digests for each worker, so the first worker that differs is a place to begin.
+            # The page shows each worker's digests, and the notice leads to the first worker whose digest differs.
             first = next(iter(digests.values()))
             odd = next(worker for worker, digest in digests.items() if digest != first)
             yield Notice("warning", f"{text} {remedy}", f"worker:{odd}")
@@ -271,8 +271,9 @@ class Summary:
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
     """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
 
-    The issues are at most `MOST_NOTICES`, errors first, and a notice of how many more there are. Without ``peers``, the
-    issues omit workers that serve no pages, so that not every worker reports these workers.
+    The result lists at most `MOST_NOTICES` issues, errors first, and then a notice that says how many more there are.
+    Without ``peers``, the issues do not mention workers that serve no pages, because otherwise every worker would
+    report the same ones.
     """
     return _figures(seen, samples, notices(seen, samples, peers))
 

@@ -36,7 +36,7 @@ MOST_SPANS: Final = 2_048
 MOST_ROWS: Final = 16
 """Maximum number of rows of the timeline. If there are more partitions, partitions with the same owners share a row."""
 SHORT_ROWS: Final = 8
-"""With more partitions than this, those with the same owners share a row of the short timeline, which phones show."""
+"""With more partitions than this, partitions with the same owners share a row of the short timeline (for phones)."""
 MOST_MOVES: Final = 8
 _JOINED_MS: Final = 20_000
 """Two successive changes of owner that are at most this far apart belong to the same rebalance."""

@@ -185,7 +185,7 @@ _MOST_LINE_BYTES: Final = 3 * _MOST_ID_BYTES + 1024
 """The longest request line. In a URL, a byte of an ID takes up to three characters, and an ID may be a whole value."""
 log: Final = logging.getLogger(__name__)
 _request_log: Final = logging.getLogger(f"{__name__}.requests")
-"""The log of requests that failed. A request that is not HTTP fails because of its sender, such as a port scanner."""
+"""The log of requests that failed. It omits requests that are not valid HTTP, such as those of port scanners."""
 _request_log.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -47,8 +47,8 @@ function showAttention(board) {
 
 const issues = (notices) => notices.reduce((sum, notice) => sum + notice.issues, 0);
 
-// Each notice is a link to its cause. Items are updated in place, because texts with a time change every second, and a
-// focused link keeps the focus.
+// Each notice is a link to its cause. Items are updated in place, so that a focused link keeps the focus although some
+// texts change every second.
 function showNotices(list, notices) {
   while (list.children.length > notices.length) list.lastChild.remove();
   notices.forEach((notice, at) => {
@@ -79,7 +79,7 @@ function lead(about) {
   place.scrollIntoView({ block: part === "rest" ? "nearest" : place.matches("h2") ? "start" : "center" });
 }
 
-// Combines a figure of all workers that know it, or returns null if none does.
+// Combines a figure of all workers that know it. Returns null if no worker knows it.
 function over(workers, figure, combine = (values) => values.reduce((sum, value) => sum + value)) {
   const known = workers.map(figure).filter((value) => value !== null);
   return known.length ? combine(known) : null;
@@ -104,7 +104,7 @@ function tiles(workers) {
   ];
 }
 
-// The totals are those of all workers that have answered; the page says how many they are.
+// Adds up the totals of the workers that have responded; the page says how many there are.
 function showFleet(workers) {
   fleet = workers;
   const known = fleet.filter((worker) => worker.why === undefined);

@@ -1,4 +1,4 @@
-// Fetches the last hour of all workers, and shows it in the chosen range: small lines, plots, and the time line of owners.
+// Fetches the last hour of all workers, and shows the chosen range as small lines, plots, and a timeline of owners.
 
 import { Plots, SLOT_S } from "./plots.js";
 import { clock, count, element, isNarrow, seconds, write } from "./words.js";
@@ -9,7 +9,7 @@ const RANGES = { 300: "5 min", 900: "15 min", 3600: "1 h" };
 const TICKS_MS = { 300: 60_000, 900: 300_000, 3600: 600_000 };
 const HUES = 6;
 const NAMED = 8;
-// On a narrow screen, a longer name of partitions stands above their line.
+// On a narrow screen, a partition name with more characters than this is shown above its line.
 const LONG = 14;
 const MOVES = 4;
 const SVG = "http://www.w3.org/2000/svg";
@@ -51,7 +51,7 @@ export class Hour {
   }
 
   async look(now = false) {
-    // A worker that has just started soon knows more.
+    // A worker that has just started knows no partitions yet, so the page asks again soon.
     const wait = this.#fleet?.partitions ? EVERY_MS : FIRST_MS;
     if (!now && Date.now() - this.#askedMs < wait) return;
     this.#askedMs = Date.now();
@@ -132,7 +132,7 @@ function lane(row, start, end, hues) {
 
 function axis(start, end) {
   const track = element("div", { class: "ticks" });
-  // On a narrow screen, a label takes a greater share of the time line.
+  // On a narrow screen, a label takes a greater share of the timeline.
   const edge = isNarrow() ? 9 : 3;
   const step = TICKS_MS[(end - start) / 1000];
   for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
@@ -152,7 +152,7 @@ function moved(move) {
   return element("li", { title: move.label }, element("time", {}, clock(move.at_ms)), ` ${move.from} → ${move.to}: ${what}, ${took}`);
 }
 
-// Says which part of the hour nobody remembers.
+// Shows for which part of the hour the data of some workers is lost.
 function showLost(lost) {
   const texts = lost.map(({ worker, until_ms, answers }) => (answers
     ? `Worker ${worker} was restarted: its figures before ${clock(until_ms)} are lost.`
@@ -162,7 +162,7 @@ function showLost(lost) {
   by("lost").hidden = !texts.length;
 }
 
-// Draws a small line without axes into a tile. A missing value is a gap.
+// Draws a small line without axes in a tile. A missing value is a gap.
 export function drawLine(svg, values) {
   const known = values.filter((value) => value !== null);
   const most = Math.max(...known, 0) || 1;

@@ -24,7 +24,7 @@ export class Lookup {
     const number = this.#asked;
     this.#answer.replaceChildren(element("p", {}, "Looking up …"));
     const { ok, data } = await this.#ask(`/api/ids/${place(id)}`);
-    if (number !== this.#asked) return; // another lookup was started since
+    if (number !== this.#asked) return; // another lookup has started in the meantime
     this.#answer.replaceChildren(...(ok ? answerOf(data) : [element("p", { class: "wrong" }, data.error ?? "No answer.")]));
     this.#answer.scrollIntoView({ block: "nearest" });
   }

@@ -50,7 +50,7 @@ function shade(drawn, partial) {
   ctx.fillStyle = color("--shade");
   const place = (seconds) => Math.max(bbox.left, drawn.valToPos(seconds, "x", true));
   let begin = null;
-  // The last slot, which is not complete, is never shaded. Neighbors are one rectangle, so that there are no seams.
+  // The last slot, which is not complete, is never shaded. Adjacent slots form one rectangle without seams.
   partial.forEach((missing, at) => {
     const time = drawn.data[0][at];
     if (missing) begin ??= time - SLOT_S;

@@ -117,7 +117,7 @@ function filled(node, row) {
   write(node.lastChild, ` ${Math.round((100 * row.state_bytes) / row.state_max_bytes)}% of ${size(row.state_max_bytes)}`);
 }
 
-// Above the tasks of each worker, a row names the worker, if there is more than one.
+// If there is more than one worker, a row with the worker's name precedes the tasks of each worker.
 export function showTasks(rows) {
   const key = (row) => [row.task, row.topic, row.partition, row.worker, row.state === "standby"].join(" ");
   const workers = new Map();

@@ -6,7 +6,7 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignif
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export const count = (value) => (value === null ? "–" : NUMBER.format(value));
-// A number for a small place: from a hundred million on, three digits and a unit.
+// Formats a number for a small space: a hundred million or more is shown with three digits and a unit.
 export const brief = (value) => (value === null || value < 1e8 ? count(value) : COMPACT.format(value));
 export const rate = (value) => (value === null ? "–" : value >= 100 ? NUMBER.format(value) : SMALL.format(value));
 
