@@ -589,7 +589,7 @@ def export_schemas(
 
     parsed, settings = read_topology(topology), read_settings(config, overrides)
     if not parsed.source.needs_registry:
-        text = "does not name the schemas of its values (`source.format: avro` or `protobuf`); there is none to export"
+        text = "reads no values or keys that name their schemas, such as `source.format: avro`; there is none to export"
         raise SettingsError([Problem(str(topology), text)])
     if settings.schema_registry.url is None:
         raise SettingsError([Problem("schema_registry.url", "is missing; write the address of the schema registry")])

@@ -55,7 +55,8 @@ def run(
 
     Workers refuse to start in a new consumer group if the output already contains records, because a renamed topology,
     or a second topology with the same output, would forward the same records again. With --onto-existing-output,
-    workers start anyway. Kafka stores this permission for seven days, so later starts do not need the option again.
+    workers start anyway. Kafka stores this permission with the group's offsets, by default for seven days, so later
+    starts do not need the option again.
 
     Examples: dedup run topologies/orders.yaml
 
