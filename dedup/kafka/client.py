@@ -584,7 +584,8 @@ def back_off(client: AIOKafkaClient) -> None:
     """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
 
     The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
-    the pause, each failed attempt makes aiokafka look for new metadata, which begins with the next attempt.
+    the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
+    tries to connect again.
     """
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}

@@ -82,7 +82,7 @@ class _NoRedirect(HTTPRedirectHandler):
 
 class _Reference(NamedTuple):
     name: str
-    """The name by which the schema that refers to the subject does so: an Avro type, or the path of a Protobuf file."""
+    """The name that the referring schema uses for this schema: an Avro type, or the path of a Protobuf file."""
     subject: str
     version: int
 
@@ -220,7 +220,7 @@ class SchemaRegistry:
             return None
         kind = answer.get("schemaType") if isinstance(answer, dict) else None
         with suppress(_ReferenceUnknown):
-            return self._linked(answer), kind if isinstance(kind, str) else "AVRO"  # which Confluent's API leaves out
+            return self._linked(answer), kind if isinstance(kind, str) else "AVRO"  # Confluent's API omits AVRO
         return None
 
     def export(self, subject: str, directory: Path) -> int:
@@ -317,7 +317,7 @@ class SchemaRegistry:
         return self._versions[key]
 
     def _referenced_by(self, answer: object) -> dict[str, object]:
-        """Return what an exported file contains in addition if its schema refers to others."""
+        """Return the additional content of an exported file whose schema refers to other schemas."""
         try:
             schema = self._linked(answer)
         except _ReferenceUnknown:
@@ -371,7 +371,7 @@ class SchemaRegistry:
 
 
 class _Gathered:
-    """The schemas that one schema refers to, directly or not, as far as they have been looked up."""
+    """The schemas that one schema refers to, directly or not, and that have been looked up so far."""
 
     def __init__(self, version: Callable[[str, int], tuple[str, tuple[_Reference, ...]]]) -> None:
         self.texts: Final[dict[str, str]] = {}

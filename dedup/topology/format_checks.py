@@ -179,7 +179,7 @@ def schema_fits(document: Document, *, read_file: Callable[[str], str]) -> Itera
 def _content_schema_fits(
     document: Document, holder: At, schema: SchemaText | None, read_file: Callable[[str], str]
 ) -> Iterator[Problem]:
-    """Report a schema of content that cannot be used, and excluded members that there are not."""
+    """Report a schema of content that cannot be used, and excluded members that do not exist."""
     at, fmt = (*holder, "schema"), document.get(_FORMAT)
     pinned = yield from _read_schema(document, at, read_file)
     if pinned is not None:

@@ -63,7 +63,7 @@ async def make_checkpoint(
     try:
         record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
-        # The store that the last run left only saves time, so it can be deleted.
+        # The last run's store only saves time, so it can be deleted.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
         record, position, ids, read = await _restored(factory, partition, restoring)

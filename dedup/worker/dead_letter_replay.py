@@ -59,7 +59,9 @@ MOST_NOTE_BYTES: Final = 3_900
 (`offset.metadata.max.bytes`).
 """
 _SPLIT_BYTES: Final = 100
-"""The number of bytes by which a note may grow for a while, because part of a span is already read again."""
+"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again, because a span that
+is only partly read again may be named in two parts.
+"""
 Span = tuple[int, int]
 """The first offset of some records, and the offset after the last one."""
 
@@ -114,9 +116,9 @@ class ReplayPlan:
 
 
 def rows_in(spans: Sequence[Span], answer: Answer) -> Iterator[tuple[int, int, int]]:
-    """Yield each row of a fetch that is in one of the spans, with its offset and the offset of what follows the row.
+    """Yield each row of a fetch that is in one of the spans, with its offset and the offset to read next.
 
-    Nothing but markers and aborted records lies between two rows.
+    Between two rows, there are only markers and aborted records.
     """
     offsets, at = answer.columns.offsets, 0
     for row, offset in enumerate(offsets):
@@ -158,7 +160,7 @@ class Remaining:
         return len(self.position.note) <= most
 
     def after_reading(self, left: list[Span], next_offset: int) -> Remaining:
-        """Return what remains once everything below ``next_offset`` is read."""
+        """Return what remains after everything below ``next_offset`` has been read."""
         *earlier, (first, end) = self.unread
         spans = [(max(begun, next_offset), after) for begun, after in earlier if next_offset < after]
         return Remaining(left, [*spans, (max(first, min(next_offset, end)), end)])
@@ -169,7 +171,7 @@ class Chosen(NamedTuple):
 
     lines: dict[TopicPartition, list[Line]]
     told: dict[int, str]
-    """Maps the offset of each record that is not sent to the reason."""
+    """Maps the offset of each unsent record to the reason why it is not sent."""
     remaining: Remaining
     full: bool
     """Whether the replay of the partition ends here, because the note cannot name more left records."""
@@ -188,7 +190,7 @@ class Replay:
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
     """Maps each partition to a mapping from the offset of each refused record to the reason for the refusal."""
     told: dict[str, str] = field(init=False, default_factory=dict)
-    """Maps the position of each record that is not sent to the reason; an attempt that is repeated changes nothing."""
+    """Maps the position of each unsent record to the reason, so a repeated attempt reports no record twice."""
 
     async def run(self) -> Replayed:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.

@@ -315,7 +315,10 @@ class Consumer(FaustConsumer):
         return _not_a_member(self.app.conf.id, pending)
 
     async def _stay_member(self) -> None:
-        """Poll, because aiokafka considers a member alive as long as it polls. Raises DedupError if it is none."""
+        """Poll, because aiokafka considers a member alive as long as it polls.
+
+        Raises DedupError if this worker is no longer a member.
+        """
         if (lost := self.lost_membership()) is not None:
             raise lost
         try:

@@ -142,7 +142,7 @@ class TaskManager:
 
     @property
     def unanswered_since_s(self) -> float | None:
-        """The monotonic time, in seconds, since which brokers give a task group no usable answer, or None."""
+        """The monotonic time, in seconds, at which brokers stopped giving a task group usable answers, or None."""
         return min((each.since_s for each in self._waiting.values() if not each.answered), default=None)
 
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:

@@ -489,7 +489,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 async def begins_anew(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, *, meant: bool) -> bool:
     """Return whether a worker that starts now begins without any state, neither in the cluster nor on this machine.
 
-    Raises StateIncompatible if a reset was interrupted, or as `refuse_used_output` does, which takes ``meant``.
+    Raises StateIncompatible if a reset was interrupted, or if `refuse_used_output`, which gets ``meant``, raises it.
     """
     marked = TopicPartition(topology.source.topics[0], 0)
     found = await committed_position(wire, topology.name, marked, stable=False)

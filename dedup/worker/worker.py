@@ -426,7 +426,7 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log an error when at least 95% of the last minute's records are dead letters, or a warning when fewer are."""
+    """Log an error when dead letters reach 95% of the last minute's records, and a warning when this is over."""
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
