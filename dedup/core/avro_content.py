@@ -1,14 +1,16 @@
 """Computes the canonical content of Avro values, as they are or as a pinned schema reads them.
 
-Two different events never have equal content: one of them would be lost. Therefore, names of types are content, unlike
-in the binary encoding. The content of a value is a `TypedValue` with the full name of its record. So is the content of
-a record, an enum, or a fixed that is a branch of a union with at least two branches of these kinds. (A record that is
-only nullable is a branch of no such union.) Without a pinned schema, a field that takes no bytes is not content: its
-value never differs, and a small schema can define very many.
+Two different events must never have equal content, because one of them would be lost. Therefore, the names of types are
+part of the content, although the binary encoding does not contain them. The content of a value is a `TypedValue` with
+the full name of its record. The same applies to a record, an enum, or a fixed that is a branch of a union with at least
+two branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a field that
+takes no bytes is not part of the content, because its value never differs and a small schema can define very many such
+fields.
 
 The pinned schema is a reader's schema: each value is read as "Schema Resolution" of the Avro specification 1.12.0
-requires, and its names and unions are those of the pinned schema. All its fields are content, except those of records
-that take no bytes. Where the specification leaves a choice, has no rule, or could make different values equal:
+requires, and its names and unions are those of the pinned schema. All its fields are part of the content,
+except those of records that take no bytes. These rules apply where the specification leaves a choice, has no rule, or
+could make different values equal:
 
 - A branch of the pinned schema's union that has the type of the value precedes branches to which the value would have
   to be promoted. (The specification takes the first branch that matches, so a value could lose precision even if it
@@ -101,9 +103,9 @@ def _whole(checker: AvroReader, read: _Reading, payload: bytes) -> Tree:
 def unresolvable(schema: SchemaText, pinned: SchemaText) -> str | None:
     """Return why values with a given schema cannot be read as a pinned schema, or None if each type can be.
 
-    The reason is that of the first pair of record types (or of fields' types, or of items' types) of which nothing can
-    be read, so other values may be readable: those that contain no such record or item. Of a union, it is enough that
-    one branch can be read. Raises SchemaRefused if a schema is not valid.
+    The reason concerns the first pair of record types (or of fields' types, or of items' types) with which no value can
+    be read. Values that contain no such record or item may still be readable. A union counts as readable if one of its
+    branches can be read. Raises SchemaRefused if a schema is not valid.
     """
     writer = parse_schema(schema)
     reader, resolver = _resolver(writer, pinned)
@@ -112,7 +114,7 @@ def unresolvable(schema: SchemaText, pinned: SchemaText) -> str | None:
 
 
 def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resolver]:
-    """Return the type as which to read a writer's record, and its resolver."""
+    """Return the type that a writer's record is read as, and the resolver of this type."""
     if pinned is None:
         return writer, _Resolver({}, pinned=False)
     try:
@@ -123,7 +125,7 @@ def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resol
 
 
 class _Resolver:
-    """Finds out how to read a writer's types as a reader's, which are the same if no schema is pinned."""
+    """Determines how to read a writer's types as a reader's. The types are the same if no schema is pinned."""
 
     def __init__(self, defaults: _FoundDefaults, *, pinned: bool) -> None:
         self.defaults: Final = defaults
@@ -142,7 +144,7 @@ class _Resolver:
         return self._as(writer, found[0], place, with_names=with_names)
 
     def _as(self, writer: Node, found: Node | str, place: str, *, with_names: bool) -> _Reading:
-        """Return how to read a type as the reader's type that was found, or as why none was."""
+        """Return how to read a type as the reader's type ``found``, or how to refuse it if ``found`` is a reason."""
         if isinstance(found, str):
             return _unresolvable(found)
         if isinstance(writer, Items):
@@ -233,7 +235,7 @@ class _RecordReading:
 
 
 class _Check:
-    """Looks for types that cannot be read as the pinned schema's, without any value."""
+    """Looks for types that cannot be read as types of the pinned schema. It does so without reading a value."""
 
     def __init__(self, resolver: _Resolver) -> None:
         self._resolver: Final = resolver
@@ -241,7 +243,7 @@ class _Check:
         self._seen: Final[set[tuple[int, int]]] = set()
 
     def fault(self, writer: Node, reader: Node, place: str) -> str | None:
-        """Return why no value of a type can be read, or None. Its records are due, then."""
+        """Return why no value of a type can be read, or None. Record types in it are left to `fault_of_records`."""
         branches = writer.branches if isinstance(writer, Union) else (writer,)
         faults = [self._fault_as(*each, place) for each in zip(branches, _found(branches, reader, place), strict=True)]
         return None if None in faults else faults[0]
@@ -262,8 +264,8 @@ class _Check:
         return None
 
     def fault_of_records(self) -> str | None:
-        """Return why a record that is due, or that is part of one, cannot be read, or None."""
-        for writer, reader in self._due:  # grows meanwhile
+        """Return why a record type that `fault` has left, or one inside it, cannot be read, or None."""
+        for writer, reader in self._due:  # `fault` adds to this list during the loop
             sources = _sources(writer, reader)
             lacking = _lacking_default(reader, _more(reader, sources), self._resolver.defaults)
             if lacking is not None:

@@ -112,7 +112,7 @@ class _Cursor(Cursor):
             self.found[slot] = leaf
 
     def tree(self, depth: int) -> Tree:
-        """Read one item and everything in it. A tag that marks an item as CBOR is no part of the item."""
+        """Read one item and everything in it. A tag that marks an item as CBOR is not part of the item."""
         first = self._value[self.at] if self.at < len(self._value) else 0
         if first >> 5 == _TEXT and first & 0x1F < _SHORT:
             self.at += 1

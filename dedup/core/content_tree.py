@@ -153,7 +153,7 @@ def encode_content(tree: Tree, without: Without) -> bytes:
 
 
 def _append(tree: Tree, without: Without, parts: list[bytes]) -> None:
-    # One call a level, like the readers that make the tree, whose depth `deeper` limits.
+    # Like the readers that make the tree, this function recurses once per level, so `deeper` limits its recursion.
     key_of_scalar = _KEY_OF.get(type(tree))
     if key_of_scalar is not None:
         parts.append(encoding.prefixed(key_of_scalar(tree)))

@@ -144,7 +144,7 @@ def cells_of(layout: CsvLayout, value: bytes) -> list[str]:
 
 
 def csv_content(layout: CsvLayout, without: Without, value: bytes) -> bytes:
-    """Return the canonical content of a row, in which an empty cell is absent. Raises Unreadable if it is no row."""
+    """Return the canonical content of a row, without empty cells. Raises Unreadable if the value is not one row."""
     cells = zip(layout.columns, cells_of(layout, value), strict=True)
     return encode_content({text_key(name): cell for name, cell in cells if cell}, without)
 

@@ -65,7 +65,7 @@ def reader_of(
 
 
 def content_reader(fmt: Format, schema: Schema, ref: SchemaRef, rule: ContentRule) -> Content:
-    """Return what reads the content of values of a format in `MEMBERWISE` with a given schema ID.
+    """Return a function that reads the content of values of a format in `MEMBERWISE` with a given schema ID.
 
     Raises Unreadable if the schema is unknown or unusable.
     """
@@ -96,7 +96,7 @@ def text_of(file: SchemaFile) -> SchemaText:
 
 @lru_cache(maxsize=256)
 def _typed_content(fmt: Format, text: SchemaText, indexes: tuple[int, ...], rule: ContentRule) -> Content | str:
-    """Return what reads the content, or why a schema is refused: parsing it again for each record would be slow."""
+    """Return the function that reads the content, or why a schema is refused. Cached, because parsing is slow."""
     pinned = None if rule.schema is None else text_of(rule.schema)
     try:
         if fmt == "protobuf":
@@ -116,7 +116,7 @@ def _typed_reader(
     *,
     zeros: bool,
 ) -> Reader | str:
-    """Return the reader, or why the schema is refused: parsing it again for each record would be slow."""
+    """Return the reader, or why the schema is refused. Both are cached, because parsing is slow."""
     try:
         if fmt == "protobuf":
             return protobuf_reader(text, indexes, paths, time, zeros=zeros)
@@ -158,8 +158,8 @@ def has_content_at(fmt: Format, schema: SchemaText, path: Path, *, first: bool) 
 def unreadable_as(fmt: Format, schema: SchemaText, pinned: SchemaText) -> str | None:
     """Return why values with a given schema have no content with the pinned schema, or None if they can have content.
 
-    The reason begins with a verb, so that it can follow the schema's name. Of a Protobuf schema with several messages,
-    it is enough that values of one of them can be read.
+    The reason begins with a verb, so that it can follow the schema's name. A Protobuf schema with several
+    messages counts as readable if values of one of them can be read.
     """
     try:
         if fmt == "avro":

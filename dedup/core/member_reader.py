@@ -140,7 +140,10 @@ class Cursor(ABC):
 
     @abstractmethod
     def tree(self, depth: int) -> Tree:
-        """Read one item and everything in it. Raises Damaged if the item is not valid, and Unreadable if it is deep."""
+        """Read one item and everything in it. Raises Damaged if the item is not valid.
+
+        Raises Unreadable if the item is nested too deeply.
+        """
 
     @abstractmethod
     def name(self) -> bytes | None:

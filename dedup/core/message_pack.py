@@ -420,7 +420,7 @@ class _NotPlain(Exception):
 
 
 def _plain(item: Any, depth: int) -> Tree:  # noqa: ANN401 - what msgspec decodes
-    """Return an item that msgspec has decoded as `_Cursor.tree` would. Raises _NotPlain if that takes more."""
+    """Convert an item that msgspec has decoded to the result of `_Cursor.tree`. Raises _NotPlain if it cannot."""
     if isinstance(item, dict):
         below = deeper(depth)
         if any(type(name) is not str for name in item):
@@ -451,7 +451,7 @@ class MessagePackReader(ItemReader):
             return super().content(without, value)
         try:
             item = _ITEM.decode(value)
-            # The same bytes: no map repeats a name, and no number has more or fewer bits than Python's.
+            # Equal bytes show that no map repeats a name, and that no number has more or fewer bits than Python's.
             if _ENCODER.encode(item) == value:
                 return encode_content(_plain(item, 0), without)
         except (*DECODE_REFUSALS, _NotPlain):

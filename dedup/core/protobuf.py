@@ -382,7 +382,7 @@ class ProtobufCursor:
         return Damaged(f"field {number} has another wire type than in the schema (before byte {self.at})")
 
     def unexpected_end(self) -> Damaged:
-        """Return the error for the tag of a group's end that does not match the begin."""
+        """Return the error for a group's end tag that does not match its start tag."""
         return Damaged(f"a group ends that did not begin (before byte {self.at})")
 
     def _ends_inside(self, size: int) -> Damaged:

@@ -1,17 +1,17 @@
 """Reads whole Protobuf values as canonical content, for IDs over the content of values.
 
 Two values have equal content if they are encodings of equal messages of one type. The full name of the type is part of
-the content. The members of a message are known by the numbers of their fields, so renaming a field does not change the
+the content. The members of a message are identified by field numbers, so renaming a field does not change the
 content. As in Protobuf's libraries, the last value of a field counts, the occurrences of a message merge, and a member
 of a oneof clears the other members. A field without presence is absent if it is zero or empty. A repeated field and a
-map are absent if they are empty. An enum is its number.
+map are absent if they are empty. The content of an enum is its number.
 
 Unknown fields are part of the content, unless the schema is pinned. A number that the schema does not define stands for
 the list of its values in the order of the encoding, each with the name of its wire type, such as `wire 0`. Source:
 "Encoding" and "Field Presence" of protobuf.dev.
 
-A pinned schema leaves out fields, but must not make values of a field equal that differ. Therefore, its types must have
-room for all values of the payload's schema, which also decides which fields are members of a oneof. A field has
+A pinned schema may leave out fields, but must not make different values of a field equal. Therefore, its types must
+have room for all values of the payload's schema, which also decides which fields are members of a oneof. A field has
 presence if it has presence in one of the two schemas.
 """
 
@@ -242,7 +242,7 @@ class _ContentCursor(ProtobufCursor):
 
 
 _Pair = tuple[Message, Message]
-"""A message type with which values are read, and the one of their own schema. Without a pinned schema, both are one."""
+"""The message type with which values are read, and the type in their own schema. If none is pinned, both are equal."""
 
 
 class _Tables:
@@ -430,9 +430,10 @@ def protobuf_content(
     ``schema`` and ``indexes`` name the message type of the payload. ``pinned`` is .proto text: if it is given, the
     message type with the same full name in this text replaces the payload's own, and unknown fields are not part of the
     content. The function raises Unreadable if the payload is not one message of the type, even if only an excluded
-    member is damaged, or if a oneof has a member that the pinned schema lacks, though it has another member of this
-    oneof: the payload is another kind of event. Raises SchemaRefused if a schema is invalid or lacks the type, or if
-    the pinned schema has a field whose type has no room for all values of the payload's schema.
+    member is damaged. It also raises Unreadable if a oneof of the payload has a member that the pinned schema lacks,
+    and the pinned schema has another member of this oneof, because the payload is then another kind of event. Raises
+    SchemaRefused if a schema is invalid or lacks the type, or if the pinned schema has a field whose type has no room
+    for all values of the payload's schema.
     """
     written = message_at(parse_proto(schema), indexes)
     message = written if pinned is None else _pinned(written, pinned)

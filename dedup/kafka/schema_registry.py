@@ -220,7 +220,7 @@ class SchemaRegistry:
             return None
         kind = answer.get("schemaType") if isinstance(answer, dict) else None
         with suppress(_ReferenceUnknown):
-            return self._linked(answer), kind if isinstance(kind, str) else "AVRO"  # Confluent's API omits AVRO
+            return self._linked(answer), kind if isinstance(kind, str) else "AVRO"  # Confluent's API omits this type
         return None
 
     def export(self, subject: str, directory: Path) -> int:

@@ -54,7 +54,7 @@ PIECE_IDS: Final = 100_000
 HASHES_PER_KEY: Final = 8
 """The number of hashes that can be loaded from a log in the time that it takes to read one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""The maximum number of snapshot words that are read or written in one step; that many words fit into a core's cache."""
+"""The maximum number of snapshot words that are read or written in one step; they fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
 """The number of snapshot words that can be read or written in the time that it takes to read one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000

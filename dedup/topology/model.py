@@ -475,7 +475,7 @@ def _key_text(rule: KeyRule | KeyFieldRule) -> str:
 
 
 def schema_of(source: SourceSpec) -> Schema:
-    """Return what a format needs for reading values. Raises SettingsError if the schemas of a registry are missing."""
+    """Return the schemas or columns that reading values requires. Raises SettingsError if a registry's are missing."""
     if source.format == "csv":
         return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:

@@ -59,8 +59,8 @@ MOST_NOTE_BYTES: Final = 3_900
 (`offset.metadata.max.bytes`).
 """
 _SPLIT_BYTES: Final = 100
-"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again, because a span that
-is only partly read again may be named in two parts.
+"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again, because a span
+that is only partly read again may be named in two parts.
 """
 Span = tuple[int, int]
 """The first offset of some records, and the offset after the last one."""
