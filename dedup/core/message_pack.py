@@ -420,7 +420,7 @@ class _NotPlain(Exception):
 
 
 def _plain(item: Any, depth: int) -> Tree:  # noqa: ANN401 - what msgspec decodes
-    """Convert an item that msgspec has decoded to the result of `_Cursor.tree`. Raises _NotPlain if it cannot."""
+    """Convert an item that msgspec has decoded to the result of `_Cursor.tree`. Raises _NotPlain if impossible."""
     if isinstance(item, dict):
         below = deeper(depth)
         if any(type(name) is not str for name in item):
