@@ -40,7 +40,7 @@ _HEAD_BYTES: Final = 4096
 _GET_VERSION: Final = 0x80087601
 """Linux's `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
 _SCAN_AGAIN_S: Final = 5.0
-"""How long files that always have more lines may put off looking for new files."""
+"""The maximum time for which files that always have more lines may delay the search for new files."""
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]

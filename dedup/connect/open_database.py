@@ -25,7 +25,10 @@ POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
 SQLITE: Final = "sqlite:///"
 _BUSY_S: Final = 5.0
 _AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
-"""Prefixes of the names of SQLite's temporary errors. A reader may not roll back what a killed writer has left."""
+"""Prefixes of the names of SQLite's temporary errors.
+
+SQLITE_READONLY occurs, for example, if a reader lacks the permission to roll back what a killed writer has left.
+"""
 _CODES: Final[Mapping[str, str]] = {
     "SQLITE_CONSTRAINT_UNIQUE": "unique_violation",
     "SQLITE_CONSTRAINT_PRIMARYKEY": "unique_violation",

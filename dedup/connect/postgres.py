@@ -153,7 +153,7 @@ def _refusal(error: psycopg.Error) -> RowsRefused | None:
     text = f"PostgreSQL: {_message(error)}"
     match error:
         case pg.ProgramLimitExceeded() | pg.StatementTooComplex():
-            # An index has no room for the value, for example. psycopg counts this among the faults of a server.
+            # For example, the value is too large for an index. psycopg classifies this error as a server error.
             return RowsRefused("too_large", text)
         case psycopg.IntegrityError():
             return RowsRefused(_CODES.get(type(error), "constraint"), text)
@@ -162,7 +162,7 @@ def _refusal(error: psycopg.Error) -> RowsRefused | None:
         case pg.RaiseException() | pg.AssertFailure() | pg.NoDataFound() | pg.TooManyRows() | pg.PlpgsqlError():
             raised = True
         case _:
-            raised = type(error) is psycopg.DatabaseError and error.sqlstate is not None  # a code of the author's own
+            raised = type(error) is psycopg.DatabaseError and error.sqlstate is not None  # a code that the author chose
     # The text of a trigger may contain values of the row.
     return RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") if raised else None
 

@@ -56,7 +56,7 @@ class RecordSource(Protocol):
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what was kept for rereading the records before ``positions``, which are now committed."""
+        """Release what was kept for rereading the records before ``positions``, because they are now committed."""
 
     def waiting(self) -> list[str]:
         """Return a sentence for each part of the source whose last data is incomplete and cannot be read yet."""

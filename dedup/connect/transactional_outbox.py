@@ -55,7 +55,7 @@ def wanted_topic(settings: Settings, name: str, partitions: int | None, configs:
 async def provide(admin: Admin, topics: Sequence[WantedTopic], *, create: bool, remedy: str) -> dict[str, Topic]:
     """Create missing topics, and return all topics.
 
-    Raises StateIncompatible, whose text ends with ``remedy``, if a topic is missing and ``create`` is false.
+    If a topic is missing and ``create`` is false, raises StateIncompatible with a text that ends with ``remedy``.
     """
     names = [topic.name for topic in topics]
     have = await admin.topics(names)
@@ -69,7 +69,7 @@ async def provide(admin: Admin, topics: Sequence[WantedTopic], *, create: bool, 
 
 
 def refuse_expiry(topic: Topic) -> None:
-    """Raise StateIncompatible if brokers delete positions by age or size, because dedup would then resend a source."""
+    """Raise StateIncompatible if brokers delete positions by age or size, because the source would be sent again."""
     configs = topic.configs  # which are empty if the principal may not read them
     kept = configs.get("retention.ms", FOR_EVER) == configs.get("retention.bytes", FOR_EVER) == FOR_EVER
     if "delete" in configs.get("cleanup.policy", "") and not kept:
@@ -246,7 +246,7 @@ class TransactionalOutbox:
             )
 
     async def _warn_if_sent_before(self) -> None:
-        """Log a warning if there are no positions, although the output has records, which may be this source's."""
+        """Log a warning if there are no positions but the output has records, which may come from this source."""
         if self._owner is not None or not self._output:
             return
         for number in range(self._topics[self._output].partitions):

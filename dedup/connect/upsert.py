@@ -146,7 +146,7 @@ class RowMaker:
         return Recipe(rule, fmt=source.format, schema_id=source.schema_id, schema=schema_of(source))
 
     def _of_members(self, recipe: Recipe, columns: Columns) -> list[Row | str]:
-        """Do the same as `_of_json` for values that are never decoded as a whole, one column after another."""
+        """Do the same as `_of_json`, one column at a time, for values that are never decoded as a whole."""
         values, headers, place, indexed = columns.values, columns.headers, recipe.schema_id, recipe.indexed
         refs: list[SchemaRef | None] = [None if value is None else b"" for value in values]
         payloads: Sequence[bytes | None] = values
@@ -192,7 +192,7 @@ def _leaves(reader_of: Callable[[], Reader], payloads: Sequence[bytes]) -> list[
 
 
 def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a CSV cell as the JSON value that a column of this type accepts, or as text if the cell has none."""
+    """Return a CSV cell as the JSON value that a column of this type accepts, or as text if there is no such value."""
     if isinstance(cell, Absent):
         return None
     match kind:
@@ -230,7 +230,7 @@ def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _plain_number(number: float | Number, kind: str) -> float | Number | str:
-    """Return a number as a column of this type takes it. Raises TypeError for a number with too many places."""
+    """Return a number in the form that a column of this type accepts. Raises TypeError if it has too many places."""
     if not isinstance(number, Number):
         return Number(repr(number)) if kind == "json" and math.isfinite(number) else number
     _, digits, exponent = number.parts()

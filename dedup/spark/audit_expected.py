@@ -29,8 +29,8 @@ from dedup.verify.report import Report
 _TAILS: Final = {"late": evidence.LATE_TAIL, "dead_letter": evidence.DEAD_TAIL}
 """Maps a verdict to the headers that a worker appends to records in the verdict's side topic."""
 _NO_CEILING_MS: Final = 1 << 48
-"""A limit that no event time exceeds: an audit rejects no event time itself, because only the dead-letter topic shows
-which event times a worker rejected.
+"""A limit that no event time exceeds. The audit itself does not reject event times, because only the dead-letter topic
+shows which event times a worker rejected.
 """
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"

@@ -160,7 +160,7 @@ class RunDirectory:
         Raises StateIncompatible if a run with this name was published with a different input, topology, or order, or if
         its directory has no report.
         """
-        # The directory comes first, because another job may publish the run between the two lines.
+        # Check the directory before the report, because another job may publish the run between the two checks.
         there = self._renames and self._files.exists(self._root.at(f"run={self._run}"))
         published, mark = self._published(), self._root.at(f"_started-{self._run}.json")
         if published is not None:
@@ -187,8 +187,8 @@ class RunDirectory:
                 f"order, and was killed before it wrote its report. Nothing was changed. Then: {begun['identity']}. "
                 f"Now: {identity}. Choose another --run, or delete the rows: {self._deletion}."
             )
-        # A run of which nothing was published can begin again with another topology or input. If its first job is still
-        # at work, only one of the two jobs will publish the run.
+        # If nothing of a run was published, the run can begin again with another topology or input. If the run's first
+        # job is still running, only one of the two jobs will publish the run.
         self._files.mkdirs(self._root.path)
         self._write(mark, {"identity": identity, "now_ms": now_ms})
         return now_ms

@@ -294,7 +294,7 @@ def refuse_other_shape(df: DataFrame) -> None:
         if found.get(field.name) != field.dataType
     ]
     ours = {field.name for field in JUDGED} | {*RECORDS.names}
-    # Spark does not distinguish the case of names, so `Topic` would be `topic`.
+    # Spark ignores the case of names, so it would treat `Topic` as `topic`.
     lowered = {name: name.lower() for name in found.keys() - {*RECORDS.names}}
     taken = sorted(name for name, lower in lowered.items() if lower in ours or lower.startswith("_dedup_"))
     problems += [Problem(f"column {name}", "is a column that dedup adds; rename or drop it") for name in taken]

@@ -94,7 +94,7 @@ def as_records(
     columns that are missing or have an unsupported type; ``place`` is the DataFrame's name in the error.
     """
     known = {name.lower(): name for name in _TYPES if name != _KIND or by_arrival}
-    # Spark does not distinguish the case of names, so users expect that such a column is read.
+    # Spark ignores the case of names, so users may expect dedup to read a column whose name differs only in case.
     problems = [
         f"has the column `{name}`, which is not read, because upper and lower case differ: rename it to "
         f"`{known[name.lower()]}`, or drop it"

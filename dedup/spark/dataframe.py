@@ -135,7 +135,10 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 
 
 def _unfit_names(df: DataFrame) -> Iterator[Problem]:
-    """Yield a problem for each column whose name is not its own; Spark ignores case, unless the session says not to."""
+    """Yield a problem for each column that has the name of another column, or of a column that dedup adds.
+
+    Upper and lower case do not matter, unless the session makes Spark distinguish them.
+    """
     alike = str if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true" else str.lower
     counts = Counter(map(alike, df.columns))
     for name in sorted(set(df.columns)):
@@ -174,7 +177,8 @@ def _added(source: str) -> Column:
     column = F.col(source)
     if not source.endswith("_ms"):
         return column
-    # 0 stands for a time that could not be read. Spark cannot convert every other time, and Python's datetime fewer.
+    # 0 stands for a time that could not be read. Spark cannot convert all other times, and Python's datetime can
+    # convert even fewer.
     shown = (column >= 0) & (column < _END_OF_TIME_MS)
     if source == "dedup_time_ms":
         shown &= (column != 0) | F.col("dedup_id").isNotNull()

@@ -46,11 +46,11 @@ LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
 _NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
-"""What Spark and Arrow ignore in the schema of a Parquet file: whether a column is required, and the IDs of fields."""
+"""Matches the parts of a Parquet schema that Spark and Arrow ignore: required or optional, and the IDs of fields."""
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
 _DETAILS: Final = "# Detailed Table Information"
-"""What `DESCRIBE TABLE EXTENDED` shows for a table or view of a catalog, but not for a temporary view."""
+"""A heading that `DESCRIBE TABLE EXTENDED` shows for a table or view of a catalog, but not for a temporary view."""
 _MOST_FIELDS: Final = "spark.sql.debug.maxToStringFields"
 _ALL_FIELDS: Final = 2**31 - 1
 _EXPRESSION_ID: Final = re.compile(r"#\d+")
@@ -271,7 +271,7 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
         case "iceberg":
             jvm: Any = spark._jvm  # noqa: SLF001 - Iceberg has no SQL for the ID of a table
             of_iceberg = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, name)  # noqa: SLF001
-            # The catalog of a session that reads the table again and again keeps its first snapshot.
+            # If a session reads the table repeatedly, the session's catalog keeps returning the first snapshot.
             of_iceberg.refresh()
             snapshot = of_iceberg.currentSnapshot()
             if snapshot is None:
@@ -288,7 +288,7 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             found = _of_files(table, of_path)
             if _DETAILS in described and described.get("Type") != "VIEW":
                 return found
-            # A view can give other rows of the same files.
+            # Views with different definitions can return different rows from the same files.
             return replace(found, identity=f"{found.identity} view={_plan_digest(table)}")
 
 

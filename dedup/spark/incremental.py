@@ -487,8 +487,10 @@ class OutputTable:
         return intent
 
     def is_due(self) -> bool:
-        """Return whether the last run is so old that Delta may soon delete the commit that names it, or the input's
-        commits after its position (`delta.logRetentionDuration`).
+        """Return whether the last run is so old that Delta may soon delete commits that the next run needs.
+
+        These are the commit that names the last run, and the commits of the input after the last run's position
+        (`delta.logRetentionDuration`).
         """
         return time.time() * 1000 - self._committed_ms >= _RENEWED_AFTER_MS
 

@@ -189,8 +189,9 @@ class NewVersions:
         return pinned if version < 0 or self._appended(pinned) else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether the pinned versions belong to this table, and not to an earlier table at the same path, and
-        the whole table is still readable as of the last pinned version, if a run must read all of it.
+        """Return whether the pinned versions belong to this table, and not to an earlier table at the same path.
+
+        If a run must read the whole table, the table must also still be readable as of the last pinned version.
         """
         if pinned.get("table") != self._detail()["id"]:
             return False
@@ -250,8 +251,8 @@ class NewVersions:
     ) -> DataFrame:
         """Append the partition columns ``by``, whose values are in Delta's log (``files``), to the rows of the files.
 
-        The paths need not show the values (`delta.randomizeFilePrefixes`), and show times in the time zone of whoever
-        wrote the file.
+        The values do not come from the paths, because some paths lack them (`delta.randomizeFilePrefixes`), and others
+        show times in the time zone of the job that wrote the file.
         """
         if not by:
             return rows

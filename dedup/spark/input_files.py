@@ -56,7 +56,8 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     layouts = {parent: _layout(parent, roots, upwards=base is None) for parent in map(_parent, files)}
     common = _common(files, layouts)
     if not common.columns:
-        # With this option, Spark also reads a file once that two paths contain, and does not parse names like `day=`.
+        # With this option, Spark also reads a file only once if two paths contain it, and does not parse names like
+        # `day=`.
         return {"recursiveFileLookup": "true"}
     if base is not None:
         return {"basePath": base}
@@ -66,7 +67,7 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
 
 
 def refuse_hidden(spark: SparkSession, paths: Iterable[str]) -> None:
-    """Raise SettingsError if a path names a file that Spark skips without a word, even if it is the only path."""
+    """Raise SettingsError if a path names a file that Spark silently skips, even if it is the only path."""
     hidden = [path for path in paths if _HIDDEN.fullmatch(_name(path)) and not PATTERN.search(path)]
     text = "is a file that Spark skips, because its name begins with `_` or `.`, or ends with `._COPYING_`; rename it"
     problems = [Problem(path, text) for path in hidden if _Look(spark).is_file(path)]
@@ -85,7 +86,7 @@ def _all(spark: SparkSession, paths: Sequence[str]) -> DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The columns that the directories of a file are, and the directory that contains these directories."""
+    """The columns that Spark makes of a file's directories, and the directory that contains these directories."""
 
     base: str
     columns: tuple[str, ...]
@@ -129,7 +130,8 @@ def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout
     while upwards and (column := _column(_name(base))):
         above.insert(0, column)
         base = _parent(base)
-    # A path that ends with a column of a record or a verdict selects files, and is not their content.
+    # If a directory in the user's path is named after a record's column or `verdict`, the path only selects files, so
+    # these directories are not columns of the input.
     if not _NO_COLUMNS_OF_PATH.isdisjoint(above):
         base, above = root, []
     columns = (*above, *names)
@@ -155,8 +157,10 @@ class _Look:
         return bool(at.getFileSystem(self._conf).isFile(at))
 
     def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
-        """Return what ``paths`` name, except for files that are named without a pattern, and the directory below which
-        to look for columns: the directory itself, or the one that contains all that a pattern may name.
+        """Map each file or directory that ``paths`` name to the directory below which to look for columns.
+
+        That is the named directory itself or, for a pattern, usually the directory that contains everything that the
+        pattern can match. The result omits files that are named without a pattern.
         """
         found: dict[str, str] = {}
         for path in paths:

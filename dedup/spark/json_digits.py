@@ -37,7 +37,7 @@ def inexact(value: Column, payload: t.StructType) -> Column:
     scales = [kind.scale for kind in kinds if isinstance(kind, t.DecimalType)]
     if not scales and not any(isinstance(kind, (t.StringType, *_GREATEST)) for kind in kinds):
         return fn.lit(None).cast("string")
-    # Few values need the slow look, because few have a number with so many digits or with an exponent.
+    # Few values need the slow check, because few have a number with so many digits or with an exponent.
     suspect = value.cast("string").rlike(_INEXACT + (_FRACTION % (min(scales) + 1) if scales else ""))
     look = fn.udf(_finder(payload), "string", useArrow=False)
     return look(fn.when(suspect, value.cast("binary")))
@@ -72,7 +72,7 @@ def _finder(payload: t.StructType) -> Callable[[bytes | None], str | None]:
 
 
 def _is_lost(kind: t.DataType, value: JsonValue) -> bool:
-    """Return whether ``value`` has a number that a column of this type would round without an error of Spark."""
+    """Return whether ``value`` has a number that a column of this type would round without an error from Spark."""
     match kind, value:
         case t.StructType(), dict():
             return any(_is_lost(field.dataType, value.get(field.name)) for field in kind.fields)

@@ -388,7 +388,7 @@ class Packer:
         return rows
 
     def _keep(self, rows: pa.RecordBatch) -> None:
-        # After the first batch in the file, all others go there, too, because the order must stay.
+        # Once one batch is in the file, all later batches go there, too, so that their order is kept.
         if len(self._kept) == len(self._borders) - 1 and self._kept_bytes + rows.nbytes <= _IN_MEMORY_BYTES:
             self._kept.append(rows)
             self._kept_bytes += rows.nbytes

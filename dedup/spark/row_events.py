@@ -63,7 +63,7 @@ _REPLACEMENT: Final = "\ufffd"
 _BYTES: Final = "ISO-8859-1"
 """The encoding in which each byte is one character, so that text in this encoding can hold any bytes."""
 _BARE: Final = "\u0100"
-"""Encloses text that stands in JSON without quotes. No text in the encoding `_BYTES` contains this character."""
+"""Encloses text that appears in the JSON without quotes. No text in the encoding `_BYTES` contains this character."""
 _MOST_NAMES: Final = 20
 _INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 
@@ -87,7 +87,8 @@ def as_events(table: DataFrame) -> Column:
     bare = F.replace(F.replace(raw, F.lit(f'"{_BARE}'), F.lit("")), F.lit(f'{_BARE}"'), F.lit(""))
     # Values that Spark itself writes, such as variants, can contain other characters, which `encode` would refuse.
     raw_bytes = F.encode(F.regexp_replace(bare, r"[^\x00-\xff]", "?"), _BYTES)
-    # Searching every string of every row for other bytes would take long. Java replaces them by U+FFFD.
+    # Searching every string of every row for bytes that are not UTF-8 would take too long. Java replaces such bytes
+    # with U+FFFD, which can be found quickly in the JSON text.
     suspicious = F.contains(json, F.lit(_REPLACEMENT)) | F.contains(json, F.lit('Infinity"'))
     return F.when(suspicious & _any_is_odd(columns), raw_bytes).otherwise(json.cast(BinaryType()))
 
@@ -106,7 +107,7 @@ def _member(column: Column, field: StructField, *, raw: bool) -> Column:
 
 
 def _exact(column: Column, kind: DataType, *, raw: bool) -> Column:
-    """Return the column in the form in which `to_json` writes all of it.
+    """Return the column in a form that `to_json` writes without losing anything.
 
     With ``raw``, the characters of strings are the bytes of the original strings, and numbers are between `_BARE`.
     """

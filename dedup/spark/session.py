@@ -145,7 +145,7 @@ class PicklableSettings:
 
 
 def _without_file_system(text: str) -> SettingsError | None:
-    """Return the error for a path whose scheme no file system serves, or None if the error ``text`` is another one."""
+    """Return the error for a path whose scheme no file system serves, or None if ``text`` reports another error."""
     found = _NO_FILE_SYSTEM.search(text)
     if found is None:
         return None
@@ -208,7 +208,7 @@ class HadoopDirectory:
 
 
 def log_query_errors(session: SparkSession, *, on: bool) -> None:
-    """Let Spark log the stack trace of a streaming query that fails, or not, because dedup reports the error itself."""
+    """Set whether Spark logs the stack trace of a streaming query that fails; dedup reports the error itself."""
     log4j = _log4j(session)
     for name in _QUERIES:
         log4j.core.config.Configurator.setLevel(name, log4j.Level.WARN if on else log4j.Level.OFF)

@@ -169,10 +169,10 @@ _SQLITE: Final = Dialect(
     one_writer=True,
 )
 _BY_TASK: Final = re.compile(r"\bP?SQL\w*Exception: ([^\n]*)")
-"""Matches what a database said to a Spark task."""
+"""Matches the database's error message in the error of a Spark task."""
 _NUMERIC: Final = 2
 _JDBC_TYPES: Final = {12: "VARCHAR", -5: "BIGINT", 4: "INTEGER", 8: "DOUBLE", 91: "DATE"}
-"""The names of `java.sql.Types` of text, numbers, and dates."""
+"""Maps the codes of the types of text, numbers, and dates to their names in `java.sql.Types`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +462,8 @@ def _refuse_other_columns(
         for name, kind in wanted.items()
         if found[name] != kind and not kind.startswith(f"{found[name]}(")
     ]
-    # If the column that decides the order has another type, too, then it is not another order.
+    # If the payload column that determines the order also has another type, it comes first in `other`, and the cause
+    # is not another --order.
     if other and other[0].startswith("order_value "):
         raise StateIncompatible(
             f"the table {table} was filled with another --order: its column {other[0]}. Nothing was written. Give "
@@ -619,14 +620,14 @@ def _rows(connection: Any, query: str) -> Iterator[Any]:  # noqa: ANN401  # Java
 
 
 def _columns_of(connection: Any, table: str) -> dict[str, str]:  # noqa: ANN401  # Java's
-    """Return the columns of a table with their types in the words of JDBC, such as BIGINT or NUMERIC(9,2)."""
+    """Return the columns of a table with the names that JDBC gives their types, such as BIGINT or NUMERIC(9,2)."""
     with contextlib.closing(connection.createStatement()) as statement:
         shape = statement.executeQuery(f"SELECT * FROM {table} WHERE 1 = 0").getMetaData()  # noqa: S608  # a checked name
         return {shape.getColumnName(at + 1): _type_of(shape, at + 1) for at in range(shape.getColumnCount())}
 
 
 def _type_of(shape: Any, at: int) -> str:  # noqa: ANN401  # Java's
-    # The names of the database would distinguish types that keep the same values, such as TEXT and VARCHAR(20): a
+    # The database's own names would distinguish TEXT from VARCHAR(20). The difference does not matter, because the
     # database reports a text that is too long.
     code = shape.getColumnType(at)
     if code != _NUMERIC:

@@ -279,8 +279,9 @@ class _Attempt:
             await self._group.close(drain=False)
 
     async def _pass_markers(self, follows: int) -> None:
-        """Move the task's position behind the markers and aborted records that follow it."""
-        # The end of the input does not show them: an attempt whose upstream task has failed sees an end, too.
+        """Move the task's position past the markers and aborted records that follow it."""
+        # Ask the broker: the end of the input does not prove that only markers follow, because the input also seems to
+        # end if an upstream task has failed.
         end = await first_readable(self._wire, self._feeding, self._task.next_offset)
         passed = FeedBatch.of(self._feeding, Columns(), follows=follows, ends_at=end)
         if passed.next_offset > self._task.next_offset:

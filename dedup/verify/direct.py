@@ -360,12 +360,12 @@ def _first_judged(
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))
     first_letter = min((each for each in traces if each is not None), default=bounds.high)
-    # A trace may be that of a record that retention has deleted from the source.
+    # A trace may come from a record that retention has deleted from the source.
     first_letter = max(bounds.low, min(first_letter, bounds.high))
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
-    with suppress(OpenTransaction):  # The report names it when the partition is read again.
+    with suppress(OpenTransaction):  # It is reported when the partition is read again.
         for columns in cut.reader.read(topic, partition, first, first_letter):
             contents = contents_of(columns.keys, columns.values)
             records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)

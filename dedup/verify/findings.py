@@ -86,7 +86,7 @@ class OrderFree:
         self._complete: Final = not any(
             each.bounds.start_deleted or each.truncated or each.topic in cut.compacted for each in written
         )
-        # An ID that is not in the output may be that of an output record whose schema is gone.
+        # An ID that seems absent from the output may belong to an output record whose schema was deleted.
         self._ids_known: Final = not any(each.schemas_gone for each in written)
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
@@ -215,7 +215,7 @@ class Copies:
 
 
 def _is_unjudged(copy: Seen, tasks: Sequence[TaskReplay]) -> bool:
-    """Return whether a copy is that of a record that cannot be judged again; if so, no other copy of it is expected."""
+    """Return whether a copy belongs to a record that cannot be judged again; if so, expect no further copy of it."""
     if copy.id is not None:
         return False
     content = copy.digest[:DIGEST_BYTES]

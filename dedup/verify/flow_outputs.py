@@ -35,7 +35,7 @@ SELECT target, part, at FROM (
 """
 _CACHE_KIB: Final = 16_384
 _FILE: Final = "flow outputs"
-"""A name that no topic can have, because `SideTopic` names its file like its topic."""
+"""A name that no topic can have, so that the file of this `SideTopic` differs from the file of every real topic."""
 
 
 class FlowOutput(NamedTuple):
