@@ -499,5 +499,5 @@ def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
         try:
             found = orjson.loads(found.text)
         except orjson.JSONDecodeError:
-            found = float(found.text)  # which is infinite
+            found = float(found.text)  # infinite, because the number is too large
     return found + 0.0 if isinstance(found, float) else found  # -0.0 is the same ID as 0.0

@@ -70,7 +70,7 @@ async def provide(admin: Admin, topics: Sequence[WantedTopic], *, create: bool, 
 
 def refuse_expiry(topic: Topic) -> None:
     """Raise StateIncompatible if brokers delete positions by age or size, because the source would be sent again."""
-    configs = topic.configs  # which are empty if the principal may not read them
+    configs = topic.configs  # empty if the principal may not read them
     kept = configs.get("retention.ms", FOR_EVER) == configs.get("retention.bytes", FOR_EVER) == FOR_EVER
     if "delete" in configs.get("cleanup.policy", "") and not kept:
         raise StateIncompatible(

@@ -279,7 +279,7 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
                 raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:
-            # A session keeps the list of a table's files, and would not see files that other jobs have added.
+            # A session caches the list of a table's files, and would not see files that other jobs have added.
             spark.catalog.refreshTable(name)
             table = spark.table(name)
             if not table.inputFiles():

@@ -195,7 +195,8 @@ class NewVersions:
         """
         if pinned.get("table") != self._detail()["id"]:
             return False
-        # A later run reads only the rows that were appended, and those of another last version are the same files.
+        # A later run reads only appended files. If they are gone, pinning another version would not help, because the
+        # same files would have to be read.
         return pinned["after"] >= 0 or self._is_readable(pinned)
 
     def _is_readable(self, pinned: Pinned) -> bool:

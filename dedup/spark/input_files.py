@@ -62,7 +62,7 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     if base is not None:
         return {"basePath": base}
     # Spark rejects a base path below one of the paths, and does not need it there.
-    # The slash makes a path of a bucket (`s3a://archive`).
+    # The slash turns a bucket's name (`s3a://archive`) into a path.
     return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
 
 
@@ -130,8 +130,8 @@ def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout
     while upwards and (column := _column(_name(base))):
         above.insert(0, column)
         base = _parent(base)
-    # If a directory in the user's path is named after a record's column or `verdict`, the path only selects files, so
-    # these directories are not columns of the input.
+    # If a directory in the user's path is named after a column of a record or of a verdict, the path only selects
+    # files, so the directories in the path are not columns of the input.
     if not _NO_COLUMNS_OF_PATH.isdisjoint(above):
         base, above = root, []
     columns = (*above, *names)

@@ -289,7 +289,7 @@ def _unfit_id(kind: DataType, *, whole: bool) -> str | None:
 
 
 def _unfit_time(kind: DataType, unit: TimeUnit) -> str | None:
-    """Return why values of a type cannot be event times of a unit."""
+    """Return why values of a type cannot be event times in the given unit."""
     match kind:
         case VariantType():
             return None

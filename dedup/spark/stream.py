@@ -585,7 +585,7 @@ class Running:
                 stack.callback(self._idle_marks.stop)
 
     def _log_errors_again(self) -> None:
-        """Let later queries of this session log their errors, if an error of these queries has suppressed them."""
+        """Let later queries of this session log their errors, if this stream has turned off the logging of errors."""
         if any(query.failure is not None for query in self._queries):
             log_query_errors(self._spark, on=True)
 

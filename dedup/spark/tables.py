@@ -275,7 +275,7 @@ def _members(kind: t.DataType, fmt: Format, at: Path = ()) -> Iterator[SinkColum
             for field in kind.fields:
                 yield from _members(field.dataType, fmt, (*at, field.name))
         case t.DecimalType():
-            yield SinkColumn(format_path(at), at, "json")  # which keeps every digit
+            yield SinkColumn(format_path(at), at, "json")  # the type json keeps every digit
         case _ if type(kind) in _MEMBER_TYPES:
             yield SinkColumn(format_path(at), at, _MEMBER_TYPES[type(kind)])
         case _:
