@@ -7,8 +7,8 @@ its event time ``t``, and on stream time ``s``, which the record itself may have
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-`Window.decide` applies this rule to records whose IDs have sightings. `fold` applies it to all others, and decides the
-simplest cases (an ID with one sighting) itself.
+`Window.decide` applies this rule to records whose IDs have sightings. `fold.py` applies it to all others
+(`_Judging.run`), and decides the simplest cases (an ID with one sighting) itself.
 
 A record exactly one guard period after a sighting is a new event. The retention is the guard period plus the grace, so
 every sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes
