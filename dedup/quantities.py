@@ -83,5 +83,5 @@ def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Return a count with its noun, such as ``1 record`` or ``1,204 records``. ``plural`` is the plural's ending."""
+    """Return a count with its noun, such as ``1 record`` or ``1,204 records``. ``plural`` is the plural suffix."""
     return f"{count:,} {noun}{'' if count == 1 else plural}"

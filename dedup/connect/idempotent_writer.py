@@ -38,7 +38,7 @@ class Transaction:
         headers: Iterable[Header] = (),
         timestamp_ms: int | None = None,
     ) -> None:
-        """Add a record to the transaction. The header `dedup-id` of the record contains ``tracking_id``.
+        """Add a record to the transaction. The record's header `dedup-id` contains ``tracking_id``.
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. All
         records that have neither a key nor a tracking ID go to the same partition. Raises InvariantBroken if ``topic``

@@ -280,7 +280,7 @@ class _Check:
 
 
 def _sources(writer: Record, reader: Record) -> dict[str, str]:
-    """Map the name of each of the writer's fields that the reader has to the name of the reader's field."""
+    """For each writer field that the reader also has, map the writer's name of the field to the reader's name."""
     found = {name: name for name in writer.fields if name in reader.fields}
     for name in reader.fields:
         if name not in writer.fields:

@@ -75,7 +75,7 @@ class _Types:
         return self._known[key]
 
     def _has_own_base(self, schema: dict[str, Any]) -> bool:
-        """Return whether references in a schema may be relative to this schema instead of to the document."""
+        """Return whether references in a schema may be relative to the schema itself rather than to the document."""
         return schema is not self._root and any(isinstance(schema.get(name), str) for name in ("$id", "id"))
 
     def _found(self, schema: dict[str, Any], path: Path, depth: int) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
 The parser keeps only what determines how values are encoded: the fields, their types, and their presence. The imported
-files are those that the schema refers to; `read_schema` finds those of a local file. The parser knows the types in
-`_WELL_KNOWN` without a file, and ignores other imports, so it refuses a field with a type of such a file.
+files are those that the schema refers to; `read_schema` finds those of a local file. The types in `_WELL_KNOWN` are
+built in. The parser ignores an import of any other file, and refuses a field whose type only such a file defines.
 
 Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
 """

@@ -53,7 +53,7 @@ def each_at(document: Document, at: At) -> list[At]:
 
 
 def _format_of(document: Document) -> Format | None:
-    """Return the format of the values, or None if the file does not state a format as text."""
+    """Return the format of the values, or None if the file does not name a format or the name is not a string."""
     written: Format | None = document.get(_FORMAT)
     # A list or a mapping is not hashable, and thus cannot be looked up in a set of formats.
     return written if isinstance(written, str) else None

@@ -143,7 +143,7 @@ def keep(cut: Cut, spill: Spill, log: Log) -> Log:
 
 
 def note_schemas_gone(cut: Cut, log: Log) -> None:
-    """Name in the report the judged records that cannot be judged again because their schema was deleted."""
+    """Add to the report the judged records that cannot be judged again because their schema was deleted."""
     for row in log.at(np.flatnonzero([each is not None for each in log.odd])).rows() if cut.names_schemas else ():
         if row.odd.schema and not row.odd.pending:
             cut.report.schema_gone(row.odd.schema, cut.plan.place(row.source))

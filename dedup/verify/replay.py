@@ -401,7 +401,7 @@ class TaskReplay:
         """Add a record, with the verdict ``why`` in its header, to the records that are expected in the output.
 
         If ``why`` is None, the model does not forward the record. Unless the verdict is ``certain``, the record may
-        also have been forwarded with any other verdict, or not at all.
+        instead have been forwarded with any other verdict, or not at all.
         """
         whys = set() if why is None else {why}
         if not certain and row.id is not None:
