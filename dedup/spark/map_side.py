@@ -71,6 +71,7 @@ BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 """Compression halves the number of bytes, each of which is copied eight times between tasks."""
+_UNCOMPRESSED: Final = pa.ipc.IpcWriteOptions(use_threads=False)
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
 """Number of rows that `Screener` processes at a time; they fit into the processor's caches."""
@@ -322,8 +323,8 @@ class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
     Processing a packed value costs about as much CPU time as processing a hundred rows. Therefore, the packer buffers
-    sorted rows until the values are large enough or the map task ends: first in memory, because compressing rows twice
-    would double the cost of packing, and the rest in a compressed file.
+    sorted rows until the values are large enough or the map task ends: first in memory, and the rest in a file, which
+    is not compressed, because compressing rows twice would double the cost of packing.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
@@ -394,7 +395,7 @@ class Packer:
             self._kept_bytes += rows.nbytes
             return
         for first, end in self._groups:
-            self._waiting.add(packed_stream(_rows_of(rows, self._borders[-1], first, end)))
+            self._waiting.add(packed_stream(_rows_of(rows, self._borders[-1], first, end), _UNCOMPRESSED))
 
     def _packed(self, last: pa.RecordBatch | None) -> Batches:
         """Pack and yield the buffered rows, followed by ``last``."""
@@ -507,10 +508,10 @@ class ReceivedRows:
             yield _together(held)
 
 
-def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
-    """Return rows as a compressed Arrow stream."""
+def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions = _WRITE_OPTIONS) -> pa.Buffer:
+    """Return rows as an Arrow stream, which is compressed unless ``options`` say otherwise."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema, options=_WRITE_OPTIONS) as writer:
+    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
     return sink.getvalue()
 
