@@ -73,12 +73,12 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
         places = sent(admin, topic, events)
         settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
         topologies, workers = {}, {}
+        for schema, text in SCHEMAS.items():  # before the first worker, which reads them while it starts
+            (tmp_path / schema).write_text(text, encoding="utf-8")
         for name in names:
             made = document(topic_names(name), ALL[name], topic)
             file = tmp_path / f"{name}.yaml"
             file.write_text(json.dumps(made), encoding="utf-8")
-            for schema, text in SCHEMAS.items():
-                (tmp_path / schema).write_text(text, encoding="utf-8")
             topologies[name] = parse(file.read_text(encoding="utf-8"), name=name, read_file=beside(file))
             admin.create_topic(topologies[name].output.topic, 2, ANY_TIME)
             workers[name] = start_worker(tmp_path, file, kafka, name)
