@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, assert_never
+from inspect import signature
+from typing import Any, Final, assert_never
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
@@ -188,11 +189,15 @@ def same_ids(before: str, now: str) -> bool:
     return before == now or {before, now} <= _INTEGERS
 
 
+# PySpark 4.2 wants to know the time zone of timestamps, and older versions do not have the parameter.
+_ZONED: Final[dict[str, Any]] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
+
+
 def not_for_python(schema: StructType) -> Iterator[Problem]:
     """Yield a problem for each column that Spark cannot pass to a Python task and back."""
     for field in schema.fields:
         try:
-            to_arrow_schema(StructType([field]))
+            to_arrow_schema(StructType([field]), **_ZONED)
         except PySparkException:
             text = (
                 f"is {field.dataType.simpleString()}, which Spark cannot pass to Python; cast it to string or drop it"

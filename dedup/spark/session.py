@@ -50,10 +50,16 @@ _REFUSED: Final = re.compile(
 _NO_ARRIVAL: Final = re.compile(
     rf"USER_RAISED_EXCEPTION\] ({re.escape(NO_ARRIVAL)} .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
-_NO_FILE_SYSTEM: Final = re.compile(r'No FileSystem for scheme "([\w.+-]+)"')
+_NO_FILE_SYSTEM: Final = re.compile(
+    # Hadoop names the class instead of the scheme if its own configuration has the class, such as that of gs in 3.5.
+    r'No FileSystem for scheme "(?P<scheme>[\w.+-]+)"|Class org\.apache\.hadoop\.fs\.(?P<package>\w+)\.\w+ not found'
+)
+_SCHEMES: Final = {"azurebfs": "abfs"}
+"""Maps the packages of file systems to their schemes, if the names differ."""
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _MISNAMED: Final = re.compile(
-    r"(?:Illegal file pattern|Relative path in absolute URI): [^\n]*|Empty partition column (?:name|value) in '[^\n]*'"
+    r"(?:Illegal file pattern|Relative path in absolute URI): [^\n]*|"
+    r"[Ee]mpty partition column (?:name|value) in (?:the path segment )?'[^\n']*'"
 )
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
@@ -149,9 +155,10 @@ def _without_file_system(text: str) -> SettingsError | None:
     found = _NO_FILE_SYSTEM.search(text)
     if found is None:
         return None
-    remedy = "write s3a:" if found[1] in {"s3", "s3n"} else "add its connector to the session, with --conf spark.jars="
+    scheme = found["scheme"] or _SCHEMES.get(found["package"], found["package"])
+    remedy = "write s3a:" if scheme in {"s3", "s3n"} else "add its connector to the session, with --conf spark.jars="
     text = f"is a file system that this Spark session does not have; {remedy}"
-    return SettingsError([Problem(f"{found[1]}://", text)])
+    return SettingsError([Problem(f"{scheme}://", text)])
 
 
 def _misnamed(text: str) -> SettingsError | None:
