@@ -4,8 +4,7 @@ Two different events must never have equal content, because one of them would be
 part of the content, although the binary encoding does not contain them. The content of a value is a `TypedValue` with
 the full name of its record. The same applies to a record, an enum, or a fixed that is a branch of a union with at least
 two branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a field that
-takes no bytes is not part of the content, because its value never differs and a small schema can define very many such
-fields.
+takes no bytes is not part of the content: its value never differs, and a small schema can define very many such fields.
 
 The pinned schema is a reader's schema: each value is read as "Schema Resolution" of the Avro specification 1.12.0
 requires, and its names and unions are those of the pinned schema. All its fields are part of the content,
