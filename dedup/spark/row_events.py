@@ -189,7 +189,7 @@ def same_ids(before: str, now: str) -> bool:
     return before == now or {before, now} <= _INTEGERS
 
 
-# PySpark 4.2 wants to know the time zone of timestamps, and older versions do not have the parameter.
+# PySpark 4.2 requires a time zone for timestamps; earlier versions do not have the parameter.
 _ZONED: Final[dict[str, Any]] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
 
 

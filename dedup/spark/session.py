@@ -51,15 +51,14 @@ _NO_ARRIVAL: Final = re.compile(
     rf"USER_RAISED_EXCEPTION\] ({re.escape(NO_ARRIVAL)} .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
 _NO_FILE_SYSTEM: Final = re.compile(
-    # Hadoop names the class instead of the scheme if its own configuration has the class, such as that of gs in 3.5.
-    r'No FileSystem for scheme "(?P<scheme>[\w.+-]+)"|Class org\.apache\.hadoop\.fs\.(?P<package>\w+)\.\w+ not found'
+    # Hadoop names the class of a scheme that it knows, such as abfss, and the scheme itself otherwise.
+    r'No FileSystem for scheme "(?P<scheme>[\w.+-]+)"|Class (?P<name>org\.apache\.hadoop\.fs\.[\w.$]+) not found'
 )
-_SCHEMES: Final = {"azurebfs": "abfs"}
-"""Maps the packages of file systems to their schemes, if the names differ."""
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _MISNAMED: Final = re.compile(
     r"(?:Illegal file pattern|Relative path in absolute URI): [^\n]*|"
-    r"[Ee]mpty partition column (?:name|value) in (?:the path segment )?'[^\n']*'"
+    r"Empty partition column (?:name|value) in '[^\n]*'|"
+    r"empty partition column (?:name|value) in the path segment '[^\n]*?'(?=\.)"  # Spark 4.2
 )
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
@@ -150,15 +149,18 @@ class PicklableSettings:
         return settings
 
 
-def _without_file_system(text: str) -> SettingsError | None:
-    """Return the error for a path whose scheme no file system serves, or None if ``text`` reports another error."""
+def _without_file_system(text: str, scheme: str | None = None) -> SettingsError | None:
+    """Return the error for a path whose scheme no file system serves, or None if ``text`` reports another error.
+
+    ``scheme`` is that of the path, if the caller knows it, because ``text`` may name a class instead.
+    """
     found = _NO_FILE_SYSTEM.search(text)
     if found is None:
         return None
-    scheme = found["scheme"] or _SCHEMES.get(found["package"], found["package"])
+    scheme = found["scheme"] or scheme
     remedy = "write s3a:" if scheme in {"s3", "s3n"} else "add its connector to the session, with --conf spark.jars="
     text = f"is a file system that this Spark session does not have; {remedy}"
-    return SettingsError([Problem(f"{scheme}://", text)])
+    return SettingsError([Problem(found["name"] if scheme is None else f"{scheme}://", text)])
 
 
 def _misnamed(text: str) -> SettingsError | None:
@@ -180,7 +182,7 @@ class HadoopDirectory:
         try:
             self.files: Final[Any] = self.path.getFileSystem(conf)
         except Py4JJavaError as error:
-            missing = _without_file_system(str(error))
+            missing = _without_file_system(str(error), self.path.toUri().getScheme())
             if missing is None:
                 raise
             raise missing from error

@@ -365,6 +365,11 @@ def test_a_file_system_that_the_session_lacks_is_named(spark):
         read_files(spark, ["s3://bucket/in"], "parquet")
     with pytest.raises(SettingsError, match=r"gs://: is a file system that this .* add its connector"):
         RunDirectory(spark, "gs://bucket/out", "backfill", "parquet")
+    # Hadoop knows these schemes, and names only the class that the session lacks.
+    with pytest.raises(SettingsError, match=r"abfss://: is a file system that this .* add its connector"):
+        RunDirectory(spark, "abfss://files@shop.dfs.core.windows.net/out", "backfill", "parquet")
+    with pytest.raises(SettingsError, match=r"SecureAzureBlobFileSystem: is a file system that"), translated_errors():
+        read_files(spark, ["abfss://files@shop.dfs.core.windows.net/in"], "parquet")
 
 
 def test_rows_that_do_not_fit_into_a_delta_table_are_told_in_a_sentence(spark, tmp_path):
