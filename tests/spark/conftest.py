@@ -33,8 +33,9 @@ TUNED = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.adaptive.enabled": "false",
-    # Delta puts a table's state together in 50 tasks if not told otherwise.
+    # Delta puts a table's state together in 50 tasks if not told otherwise, and VACUUM lists files in 10,000.
     "spark.databricks.delta.snapshotPartitions": "2",
+    "spark.sql.sources.parallelPartitionDiscovery.parallelism": "2",
     "spark.ui.enabled": "false",
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.memory": "1g",

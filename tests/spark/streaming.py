@@ -42,6 +42,8 @@ QUIET = (
     # As in the run's session.
     "--conf",
     "spark.databricks.delta.snapshotPartitions=2",
+    "--conf",
+    "spark.sql.sources.parallelPartitionDiscovery.parallelism=2",
 )
 
 
