@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, OffsetSpec, ResourceType  # type: ignore[attr-defined]  # exported, undeclared
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
+from dedup.embedded import kafka_jars, kafka_node
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.kafka.topic_admin import GroupMember, group_members
 from dedup.settings import Settings
@@ -25,6 +30,10 @@ if TYPE_CHECKING:
     from testcontainers.core.network import Network
 
 IMAGE = "apache/kafka:4.1.1"
+RELEASE = tuple(map(int, os.environ.get("DEDUP_TEST_KAFKA", "4.1").split(".")[:2]))
+"""The major and minor number of the embedded Kafka's release."""
+SINCE_3_5 = pytest.mark.skipif(RELEASE < (3, 5), reason="before Kafka 3.5, KRaft has no SCRAM")
+SINCE_3_6 = pytest.mark.skipif(RELEASE < (3, 6), reason="before Kafka 3.6, a topic has no limits for timestamps")
 NO_LEADER_YET = frozenset(
     {
         # Another node than the one that named the partitions may not know the topic yet.
@@ -195,6 +204,26 @@ def embedded() -> Iterator[RunningKafka]:
         yield RunningKafka(kafka.bootstrap, kafka)
         # In good order it would write out the logs of all tests, only to delete them.
         kafka.kill()
+
+
+def use_release(release: str) -> None:
+    """Every embedded Kafka of this process is of another release from now on; its jars are those that it asks for."""
+    listed = kafka_jars.cache_root(os.environ) / f"kafka-{release}-jars.txt"
+    if not listed.exists():
+        roots = [root.replace(kafka_jars._KAFKA_VERSION, release) for root in kafka_jars._ROOTS]
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=listed.parent) as temporary:
+            found = [kafka_jars.locked(artifact) for artifact in kafka_jars.resolved(roots, Path(temporary))]
+            whole = Path(temporary) / listed.name
+            whole.write_text("".join(f"{jar.sha256} {jar.size_bytes} {jar.coordinate}\n" for jar in found))
+            whole.replace(listed)
+    jars = kafka_jars.read_lock(listed.read_text())
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kafka_jars, "_KAFKA_VERSION", release)
+    patch.setattr(kafka_jars, "locked_jars", lambda: jars)
+    if RELEASE < (3, 3):
+        # A new cluster has no feature levels yet (KIP-778), and a node does not read this file.
+        patch.setattr(kafka_node, "_bootstrap_checkpoint", lambda *_: Path(os.devnull))
 
 
 INSIDE = "kafka:9094"

@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     By default, it begins the files of the fewest tests last, and here these are the longest.
     """
     config.option.loadscopereorder = False
+    if release := os.environ.get("DEDUP_TEST_KAFKA"):
+        brokers.use_release(release)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -1,6 +1,7 @@
 """One contract for every wire: the simulated cluster answers as a real broker does, so what it proves is worth something.
 
-Both transaction versions: with version 2 (KIP-890), what is written joins the transaction, which has its own epoch.
+Both transaction versions: with version 2 (KIP-890), what is written joins the transaction, which has its own epoch. And
+brokers before Kafka 3.6, which append a batch without asking the coordinator whether its transaction is open.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dedup.kafka.wire import (
     Wire,
 )
 from dedup.settings import Security
-from tests.brokers import unique
+from tests.brokers import RELEASE, unique
 from tests.simulation.cluster import INVALID_STATE, OUT_OF_ORDER, TOO_LARGE, Cluster
 from tests.simulation.process import SimWire
 
@@ -60,9 +61,16 @@ class Place:
     """A wire with two topics and a group of its own."""
 
     def __init__(
-        self, wire: Wire, make_topic: Callable[[str], Any], make_again: Callable[[str], Any] = lambda _: None
+        self,
+        wire: Wire,
+        make_topic: Callable[[str], Any],
+        make_again: Callable[[str], Any] = lambda _: None,
+        *,
+        verifies: bool = True,
     ) -> None:
         self.wire = wire
+        self.verifies = verifies
+        """Whether a leader asks the coordinator about a batch."""
         self.next = NEVER
         """What EndTxn answered: the identity for the next transaction."""
         self.make_again = make_again
@@ -160,18 +168,22 @@ class Place:
         return await self.asked(lambda: self.wire.commit_offsets(self.id, identity, self.group, places))
 
 
-SIMULATED = ("simulated, version 1", "simulated, version 2")
+UNVERIFIED = "simulated, before Kafka 3.6, version 1"
+SIMULATED = ("simulated, version 1", "simulated, version 2", UNVERIFIED)
 IN_MEMORY = "in memory, version 2"
-BROKER = ("broker, version 1", "broker, version 2")
+BROKER = ("broker, version 1", "broker, version 2") if RELEASE >= (4, 0) else ("broker, version 1",)
 
 
 @pytest.fixture(params=[*SIMULATED, IN_MEMORY, *(pytest.param(each, marks=pytest.mark.broker) for each in BROKER)])
 async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     implicit = request.param.endswith("2")
     if request.param in SIMULATED:
-        cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST, implicit=implicit)
+        verifies = request.param != UNVERIFIED
+        too_large = lambda _topic, record: len(record.value or b"") > LARGEST  # noqa: E731
+        cluster = Cluster(refuses=too_large, implicit=implicit, verifies=verifies)
         make = lambda name: cluster.partition(TopicPartition(name, 0))  # noqa: E731
-        yield Place(SimWire(AtOnce(), cluster), make, cluster.make_again)  # type: ignore[arg-type]  # all it needs
+        wire = SimWire(AtOnce(), cluster)  # type: ignore[arg-type]  # all it needs
+        yield Place(wire, make, cluster.make_again, verifies=verifies)
         return
     if request.param == IN_MEMORY:
         memory = MemoryWire(lambda: 0)
@@ -182,8 +194,8 @@ async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
         yield Place(memory, create, create)
         return
     kafka, admin = request.getfixturevalue("kafka"), request.getfixturevalue("admin")
-    wire = (KafkaWire if implicit else OldWire)(Connection((kafka.bootstrap,), Security()))
-    await wire.start()
+    real = (OldWire if RELEASE >= (4, 0) and not implicit else KafkaWire)(Connection((kafka.bootstrap,), Security()))
+    await real.start()
 
     def make(name: str) -> None:
         admin.create_topic(name, config={"max.message.bytes": str(LARGEST)})
@@ -193,9 +205,9 @@ async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
         make(name)
 
     try:
-        yield Place(wire, make, make_again)
+        yield Place(real, make, make_again, verifies=RELEASE >= (3, 6))
     finally:
-        await wire.stop()
+        await real.stop()
 
 
 async def test_a_new_epoch_fences_the_older_one(place: Place) -> None:
@@ -217,10 +229,32 @@ async def test_a_new_epoch_fences_the_older_one(place: Place) -> None:
 
 
 async def test_a_zombie_writes_nothing_into_a_partition_it_never_wrote_to(place: Place) -> None:
+    """Where leaders do not verify, it is not announced either: a session writes after the answer to its announcement."""
     old = await place.begin()
     await place.begin()
-    assert (await place.produced(old, place.target, b"late")).error_code in FENCED
+    if place.verifies:
+        assert (await place.produced(old, place.target, b"late")).error_code in FENCED
+    else:
+        assert await place.announced(old, place.target) in FENCED
     assert (await place.wire.bounds(place.target)).end == 0
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+async def test_a_batch_that_was_delayed_over_the_abort_of_its_transaction_is_fenced(
+    place: Place, sequence: int
+) -> None:
+    """Before Kafka 3.6, only the epoch of the abort markers rejects it: no broker asks the coordinator (KIP-890)."""
+    old = await place.begin()
+    if sequence:
+        await place.wrote(old, b"aborted")
+    assert await place.announced(old, place.target) == OK
+    new = await place.begin()
+    ended = await place.wire.bounds(place.target)
+    assert (await place.produced(old, place.target, b"late", sequence=sequence)).error_code in FENCED
+    assert await place.wire.bounds(place.target) == ended
+    assert (await place.wrote(new, b"new")).error_code == OK
+    assert await place.ended(new, commit=True) == OK
+    assert await place.values(ended.end + 2) == [b"new"]
 
 
 async def test_commit_makes_visible_and_a_marker_takes_an_offset(place: Place) -> None:
@@ -325,7 +359,7 @@ async def test_a_partition_joins_a_transaction_by_a_request_or_by_a_batch(place:
     identity = await place.begin()
     assert await place.announced(identity, place.other) == OK
     written = await place.produced(identity, place.target, b"one")
-    assert written.error_code == (OK if identity.implicit else INVALID_STATE)
+    assert written.error_code == (INVALID_STATE if place.verifies and not identity.implicit else OK)
 
 
 async def test_the_end_of_a_transaction_may_be_asked_for_twice(place: Place) -> None:

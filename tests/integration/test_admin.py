@@ -27,7 +27,7 @@ from dedup.metrics import METRICS
 from dedup.verify.cut import WHY_RESET
 from dedup.verify.verifier import verify
 from dedup.worker.reset import Reset
-from tests.brokers import RunningKafka, admin_of
+from tests.brokers import SINCE_3_6, RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.preloaded import Preloaded, clean_environ
@@ -300,6 +300,7 @@ def refuse_the_future(job: Job) -> None:
     job.admin.configure(job.topology.source.topics[0], message_timestamp_after_max_ms="3600000")
 
 
+@SINCE_3_6
 def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job: MakeJob) -> None:
     job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
     job.send(
@@ -315,6 +316,7 @@ def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job
     assert left in told
 
 
+@SINCE_3_6
 @pytest.mark.parametrize("crash_at", [None, "before_end:2", "after_end:2"])
 def test_a_letter_that_was_left_is_sent_once_by_the_replay_after_its_cause_is_gone(
     make_job: MakeJob, crash_at: str | None
@@ -426,6 +428,7 @@ def test_a_replay_whose_position_is_forgotten_sends_nothing_until_it_is_told_whe
     assert "0 records" in dedup(job, "replay")
 
 
+@SINCE_3_6
 def test_what_cannot_be_sent_is_named_again_after_its_position_is_forgotten(make_job: MakeJob) -> None:
     job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
     job.send([Event(0, b"no json 1", BASE_MS)])

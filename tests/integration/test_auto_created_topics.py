@@ -10,7 +10,7 @@ import pytest
 
 from dedup.embedded.kafka_node import EmbeddedKafka
 from tests import brokers
-from tests.brokers import Admin, RunningKafka
+from tests.brokers import RELEASE, Admin, RunningKafka
 from tests.connect.conftest import stage
 from tests.connect.stage import Stage, lines, made, sqlite_rows
 from tests.integration.conftest import MakeJob
@@ -81,9 +81,11 @@ def test_a_topic_that_is_deleted_under_its_writer_is_waited_for(job: Job, which:
     topic = job.output if which == "output" else job.topology.dead_letter
     job.admin.delete_topic(topic)
     job.send([*distinct(200, 400), Event(0, b"no json", BASE_MS)])
-    # Each line is a request in which the client asked about the topic.
-    worker.until_logged(f"Topic {topic} not found in cluster metadata", times=8)
-    assert "retried until a commit succeeds" in worker.log
+    if RELEASE >= (4, 0):
+        # Each line is a request in which the client asked about the topic.
+        worker.until_logged(f"Topic {topic} not found in cluster metadata", times=8)
+    # With transactions of version 1, the coordinator refuses the partition before anyone has asked.
+    worker.until_logged("retried until a commit succeeds")
     assert not exists(job, topic)
     job.admin.create_topic(topic, job.partitions, KEPT)
     job.until_done()

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.brokers import SINCE_3_5
 from tests.chaos import secured as security
 from tests.chaos.secured import PASSWORD, USER, Secured, as_client, bindings, grant, withdraw
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, SINCE_3_5]
 secured, kafka, admin = security.secured, security.kafka, security.admin
 
 

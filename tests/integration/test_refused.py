@@ -13,6 +13,7 @@ import pytest
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME, Message, Producer
 
 from dedup.verify.verifier import verify
+from tests.brokers import SINCE_3_6
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import WITHIN_S, Job, Worker
 from tests.integration.test_admin import dedup, pages
@@ -154,6 +155,7 @@ def test_a_thousand_records_too_large_cost_no_transaction_each(make_job: MakeJob
     assert all(message.value() == sent[id_of(message.value())] for message in dead)
 
 
+@SINCE_3_6
 def test_a_thousand_timestamps_that_the_broker_refuses_cost_no_transaction_each(make_job: MakeJob) -> None:
     """The broker names all bad records of a batch (KIP-467), so a transaction is judged once more, not once each."""
     oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS
@@ -178,6 +180,7 @@ def test_a_thousand_timestamps_that_the_broker_refuses_cost_no_transaction_each(
     assert all(b"out of range" in detail for detail in details), details
 
 
+@SINCE_3_6
 def test_a_worker_ends_while_no_coordinator_answers_and_it_judges_again(make_job: MakeJob) -> None:
     """Was: after SIGTERM, it waited for the group's coordinator for as long as that was away."""
     oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS
@@ -193,6 +196,7 @@ def test_a_worker_ends_while_no_coordinator_answers_and_it_judges_again(make_job
     job.judge(refused_ids=large_of(events))
 
 
+@SINCE_3_6
 def test_the_same_refused_event_again_and_again(make_job: MakeJob) -> None:
     """A dead letter is no sighting, so each copy is judged anew: by size and by timestamp, at a bounded price."""
     oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS

@@ -19,7 +19,7 @@ from dedup.verify import spill
 from dedup.verify.render import to_html
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
-from tests.brokers import Admin, RunningKafka
+from tests.brokers import RELEASE, Admin, RunningKafka
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
 
 pytestmark = pytest.mark.broker
@@ -147,7 +147,9 @@ class Bench:
         self.settings = load_settings(config, [], {})
         for suffix in ("in", "out", "duplicates"):
             # The broker's own default refuses times more than an hour ahead.
-            config_of = {"retention.ms": "-1", "message.timestamp.after.max.ms": str(1 << 62)}
+            config_of = {"retention.ms": "-1"}
+            if RELEASE >= (3, 6):
+                config_of["message.timestamp.after.max.ms"] = str(1 << 62)
             self.admin.create_topic(f"{self.name}-{suffix}", 2, config_of)
         for suffix in ("late", "dead"):
             config_of = {"message.timestamp.type": "LogAppendTime"}

@@ -13,7 +13,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aiokafka.record.memory_records import MemoryRecords
 
@@ -103,8 +103,10 @@ class Partition:
                 span = self.open_spans[producer_id] = Span(self.end)
         self.entries.append(Entry(record._replace(offset=self.end), span))
 
-    def mark(self, producer_id: int, *, commit: bool) -> None:
-        """Write a transaction's marker."""
+    def mark(self, producer_id: int, epoch: int, *, commit: bool) -> None:
+        """Write a transaction's marker, which fences older epochs."""
+        if epoch > self.sequences.get(producer_id, (-1, 0))[0]:
+            self.sequences[producer_id] = (epoch, 0)
         span = self.open_spans.pop(producer_id, None)
         if span is not None:
             span.state = "committed" if commit else "aborted"
@@ -159,6 +161,7 @@ class Cluster:
         fetch_entries: int = 1 << 30,
         refuses: Callable[[str, Record], bool] = lambda _t, _r: False,
         implicit: bool = True,
+        verifies: bool = True,
     ) -> None:
         self.version = 0
         """Counts what may have become visible to readers."""
@@ -173,6 +176,8 @@ class Cluster:
         self._refuses = refuses
         self._implicit = implicit
         """Transactions are of version 2."""
+        self._verifies = verifies
+        """A partition's leader asks the coordinator whether a batch belongs to an open transaction (KIP-890 part 1)."""
         self._partitions: dict[TopicPartition, Partition] = {}
         self._ids: dict[str, Coordinated] = {}
 
@@ -254,26 +259,39 @@ class Cluster:
         assert batch is not None
         assert batch.validate_crc()
         assert batch.is_transactional
-        code, known = self._checked(transactional_id, ProducerIdentity(batch.producer_id, batch.producer_epoch))
-        if known is None:
-            return Produced(OLD_EPOCH if code == FENCED else code, -1)
-        if known.state is not TxState.ONGOING or target not in known.partitions:
-            code = INVALID_STATE if not joins else CONCURRENT if put_off else self._join(known)
+        if self._verifies:
+            code = self._verified(transactional_id, target, batch, joins=joins, put_off=put_off)
             if code != OK:
                 return Produced(code, -1)
-            known.partitions.append(target)
+        return self._appended(target, batch)
+
+    def _verified(
+        self, transactional_id: str, target: TopicPartition, batch: Any, *, joins: bool, put_off: bool
+    ) -> int:
+        code, known = self._checked(transactional_id, ProducerIdentity(batch.producer_id, batch.producer_epoch))
+        if known is None:
+            return OLD_EPOCH if code == FENCED else code
+        if known.state is not TxState.ONGOING or target not in known.partitions:
+            code = INVALID_STATE if not joins else CONCURRENT if put_off else self._join(known)
+            if code == OK:
+                known.partitions.append(target)
+        return code
+
+    def _appended(self, target: TopicPartition, batch: Any) -> Produced:
         records = [Record(0, row.timestamp, row.key, row.value, row.headers) for row in batch]
-        # As in a broker, before the sequence number is looked at.
+        # As in a broker, before the epoch and the sequence number are looked at.
         if any(self._refuses(target.topic, record) for record in records):
             return Produced(TOO_LARGE, -1)
         log = self.partition(target)
-        epoch, expected = log.sequences.get(known.producer_id, (-1, 0))
-        if batch.base_sequence != (expected if epoch == known.epoch else 0):
+        epoch, expected = log.sequences.get(batch.producer_id, (-1, 0))
+        if batch.producer_epoch < epoch:
+            return Produced(OLD_EPOCH, -1)
+        if batch.base_sequence != (expected if batch.producer_epoch == epoch else 0):
             return Produced(OUT_OF_ORDER, -1)
-        log.sequences[known.producer_id] = (known.epoch, batch.base_sequence + len(records))
+        log.sequences[batch.producer_id] = (batch.producer_epoch, batch.base_sequence + len(records))
         base_offset = log.end
         for record in records:
-            log.append(record, known.producer_id)
+            log.append(record, batch.producer_id)
         return Produced(OK, base_offset)
 
     def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
@@ -346,7 +364,7 @@ class Cluster:
     def _mark_next(self, known: Coordinated) -> None:
         commit = known.state is TxState.COMMITTING
         if known.unmarked:
-            self.partition(known.unmarked.pop(0)).mark(known.producer_id, commit=commit)
+            self.partition(known.unmarked.pop(0)).mark(known.producer_id, known.epoch, commit=commit)
         if not known.unmarked:
             if commit:
                 self.offsets.update(known.offsets)

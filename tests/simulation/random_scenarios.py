@@ -44,9 +44,10 @@ def random_scenario(dice: random.Random) -> Scenario:
         offsets=dice.choice(["kept", "kept", "forgotten", "stale"]),
         seeder=dice.random() < 0.15,
         fetch_entries=dice.randint(1, 5),
-        implicit=dice.random() < 0.6,
+        implicit=(implicit := dice.random() < 0.6),
         batch_bytes=dice.choice([0, 1 << 16]),
         new_disk_at_end=dice.random() < 0.3,
+        verifies=implicit or dice.random() < 0.5,
     )
 
 

@@ -125,6 +125,8 @@ class Scenario:
     """Another transactional id has an open transaction on the changelog."""
     implicit: bool = True
     """Transactions are of version 2 (KIP-890)."""
+    verifies: bool = True
+    """A leader asks the coordinator about each transactional batch; before Kafka 3.6, none does."""
     batch_bytes: int = 0
     """As in `Session`: 0 sends each batch at once, and more than all batches together sends them with the commit."""
     fetch_entries: int = 3
@@ -191,7 +193,9 @@ class Scenario:
         return judged
 
     def new_cluster(self) -> Cluster:
-        cluster = Cluster(fetch_entries=self.fetch_entries, refuses=too_large, implicit=self.implicit)
+        cluster = Cluster(
+            fetch_entries=self.fetch_entries, refuses=too_large, implicit=self.implicit, verifies=self.verifies
+        )
         for source, records in self.records(self.input, 0).items():
             cluster.append_plain(source, records)
         for judged in self.judged_logs:

@@ -133,6 +133,10 @@ ANSWERS_ANNOUNCED = replace(ANSWERS, name="any fault, version 1", implicit=False
 DELAYED_ANNOUNCED = replace(DELAYED, name="delayed requests, version 1", implicit=False)
 ZOMBIE_ANNOUNCED = replace(ZOMBIE, name="two workers, version 1", implicit=False)
 IN_GROUP_ANNOUNCED = replace(IN_GROUP, name="two partitions in a group, version 1", implicit=False)
+# Before Kafka 3.6, only an epoch that is newer in the log rejects a batch of a transaction that has ended.
+ANSWERS_UNVERIFIED = replace(ANSWERS_ANNOUNCED, name="any fault, before Kafka 3.6", verifies=False)
+DELAYED_UNVERIFIED = replace(DELAYED_ANNOUNCED, name="delayed requests, before Kafka 3.6", verifies=False)
+ZOMBIE_UNVERIFIED = replace(ZOMBIE_ANNOUNCED, name="two workers, before Kafka 3.6", verifies=False)
 # Small batches wait for the commit, as in a worker.
 ANSWERS_HELD = replace(ANSWERS, name="any fault, batches sent with the commit", batch_bytes=1 << 16)
 GROUP_REFUSED_HELD = replace(
@@ -188,6 +192,9 @@ ENUMERATED = (
     DELAYED_ANNOUNCED,
     ZOMBIE_ANNOUNCED,
     IN_GROUP_ANNOUNCED,
+    ANSWERS_UNVERIFIED,
+    DELAYED_UNVERIFIED,
+    ZOMBIE_UNVERIFIED,
     ANSWERS_HELD,
     GROUP_REFUSED_HELD,
     PUT_OFF,

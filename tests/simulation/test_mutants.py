@@ -36,6 +36,7 @@ SHOWN_BY = {
     "future by the wall clock alone": of.CLOCKS,
     "state of other partition counts taken over": of.GROWTH,
     "sequence numbers kept over an epoch": of.REFUSED,
+    "a transaction aborted in its own epoch": of.DELAYED_UNVERIFIED,
     "a batch put off counts as appended": of.PUT_OFF,
     "batches that wait left out of the commit": of.ANSWERS_HELD,
     "tasks of a group captured one by one": of.GROUP_REORDERED,

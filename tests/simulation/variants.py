@@ -517,6 +517,22 @@ class EndTwice(Delegating):
                 await self._wire.pause(1)
 
 
+class AbortedInItsEpoch(Delegating):
+    """EndTxn aborts a transaction before the next epoch begins, as most clients do: the markers fence nothing."""
+
+    def __init__(self, wire: SimWire) -> None:
+        super().__init__(wire)
+        self._last: dict[str, ProducerIdentity] = {}
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
+        if transactional_id in self._last:
+            await self._wire.end_transaction(transactional_id, self._last.pop(transactional_id), commit=False)
+        code, identity = await self._wire.init_producer_id(transactional_id, timeout_ms)
+        if code == OK:
+            self._last[transactional_id] = identity
+        return code, identity
+
+
 class StableEnd(Delegating):
     """What `end_offsets` of a read_committed consumer says: restore ends at the last stable offset."""
 
@@ -559,6 +575,7 @@ TASK_MUTANTS = (
     Variant("future by the wall clock alone", judge=WallClockAlone),
     Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
+    Variant("a transaction aborted in its own epoch", wire=_delegating(AbortedInItsEpoch)),
     Variant("a batch put off counts as appended", session=StillEndingIgnored),
     Variant("batches that wait left out of the commit", session=WaitingLeftOut),
 )

@@ -89,7 +89,7 @@ class Watcher:
         if process is None:
             return [*found, Violation("stuck", "nobody has the partitions")]
         for feeding, task in process.tasks.running.items():
-            found += self._compare_task(feeding, task, process.started_at[feeding])
+            found += self._compare_task(feeding, task, process.started_at.get(feeding, 0))
         return found
 
     def _compare_task(self, feeding: TopicPartition, task: Task, started_at: int) -> list[Violation]:
