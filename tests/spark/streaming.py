@@ -25,11 +25,12 @@ HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 DRIVER = Path(__file__).with_name("driver.py")
 SMALL_BATCHES = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=200")
 FAST_JAVA = (
-    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+    "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC "
     "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -XX:MetaspaceSize=256m"
 )
 """For a process that lives for a test: what the optimizing compiler costs it never earns back here, and verifying the
-bytes of Spark's released classes takes two of the fourteen CPU-s of a start."""
+bytes of Spark's released classes takes two of the fourteen CPU-s of a start. With one compiler, Java keeps only 48 MB
+of compiled code; Spark has more, and throwing it away and compiling it again takes a tenth of a session."""
 QUIET = (
     "--conf",
     "spark.ui.enabled=false",
