@@ -68,6 +68,7 @@ from dedup.kafka.wire import (
     Produced,
     ProducerIdentity,
     TopicNow,
+    error_name,
 )
 
 _ACKS_ALL: Final = -1
@@ -473,7 +474,7 @@ class KafkaWire:
         if code in LEADER_MOVED:
             self._client.force_metadata_update()
             return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
-        name = kafka_errors.for_code(code).__name__
+        name = error_name(code)
         if code in TRANSIENT:
             return NoAnswer(f"the leader of {source.topic}/{source.partition} answered {name}")
         at = "" if offset is None else f" at offset {offset}"

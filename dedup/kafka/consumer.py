@@ -18,7 +18,7 @@ from aiokafka.errors import for_code
 from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
 from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
-from dedup.kafka.wire import LEADER_MOVED, TRANSIENT, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import LEADER_MOVED, TRANSIENT, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition, error_name
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
@@ -433,9 +433,7 @@ class FeedFetcher:
         if for_code(code).retriable or code in LEADER_MOVED | TRANSIENT:
             await self._wire.refresh()
             return
-        raise BrokerUnavailable(
-            f"{place} cannot be read: {for_code(code).__name__}. Check the principal's permissions."
-        )
+        raise BrokerUnavailable(f"{place} cannot be read: {error_name(code)}. Check the principal's permissions.")
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import KafkaError, for_code
+from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
@@ -24,7 +24,7 @@ from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, send
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
-from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, patience
+from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, error_name, patience
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -208,7 +208,7 @@ class Admin:
 
 def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
     return BrokerUnavailable(
-        f"{what} was refused: {for_code(code).__name__} {why}".rstrip()
+        f"{what} was refused: {error_name(code)} {why}".rstrip()
         + ". Check the principal's permissions and the cluster's limits, or create the topic by hand."
     )
 
@@ -310,7 +310,7 @@ class Group:
             else:
                 if code == 0 or code in fine:
                     return answer
-                why = for_code(code).__name__
+                why = error_name(code)
                 if code not in COORDINATOR_MOVED:
                     raise self._refused(what, code)
             if asyncio.get_running_loop().time() > deadline_s:
@@ -319,7 +319,7 @@ class Group:
 
     def _refused(self, what: str, code: int) -> BrokerUnavailable:
         return BrokerUnavailable(
-            f"{what} the group {self._name!r} was refused: {for_code(code).__name__}. Check the principal's "
+            f"{what} the group {self._name!r} was refused: {error_name(code)}. Check the principal's "
             f"permissions on the group, and that no worker has joined the group in the meantime."
         )
 

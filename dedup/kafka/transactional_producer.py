@@ -32,8 +32,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from aiokafka.errors import for_code
-
 from dedup import crashpoints
 from dedup.errors import BrokerUnavailable, CommitUnknown, InvariantBroken, RecordRefused, TaskMigrated
 from dedup.kafka.record_batch import seal
@@ -46,6 +44,7 @@ from dedup.kafka.wire import (
     RecordBatch,
     TopicPartition,
     Wire,
+    error_name,
 )
 
 OK: Final = 0
@@ -410,7 +409,7 @@ class Session:
                     return
                 if code not in again:
                     raise self._failed(name, code)
-                why = for_code(code).__name__
+                why = error_name(code)
             # A request to a frozen broker takes much longer than the pause after it.
             waited_ms = max(waited_ms, int(1000 * (time.monotonic() - begun_s)))
             if waited_ms >= self._deadline_ms:
@@ -424,7 +423,7 @@ class Session:
         )
 
     def _failed(self, name: str, code: int) -> Exception:
-        answer = f"{self.transactional_id}: {name} answered {for_code(code).__name__}"
+        answer = f"{self.transactional_id}: {name} answered {error_name(code)}"
         if code in FENCED:
             return TaskMigrated(
                 f"{answer}. Another owner has the partition: another worker, or the same command run a second time. "
@@ -447,7 +446,7 @@ class Session:
 
 def _refused(transactional_id: str, queued: Queued, produced: Produced) -> RecordRefused:
     batch = queued.batch
-    target, rows, why = batch.target, batch.rows, for_code(produced.error_code).__name__
+    target, rows, why = batch.target, batch.rows, error_name(produced.error_code)
     reasons = {rows[place]: f"{target}: {why}: {text}" for place, text in produced.refused if place < len(rows)}
     return RecordRefused(
         f"{transactional_id}: {target} refused {len(reasons) or len(rows)} records: {why}",

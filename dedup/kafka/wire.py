@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from aiokafka.errors import UnknownError, for_code
+
 from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatch, TopicPartition
 
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
@@ -34,10 +36,45 @@ UNAUTHORIZED: Final = 29
 UNSTABLE_OFFSET: Final = 88
 """The error code for an offset that an open transaction is about to change."""
 
+_NEWER_ERRORS: Final[Mapping[int, str]] = {
+    73: "TopicDeletionDisabled",
+    74: "FencedLeaderEpoch",
+    75: "UnknownLeaderEpoch",
+    76: "UnsupportedCompressionType",
+    77: "StaleBrokerEpoch",
+    78: "OffsetNotAvailable",
+    80: "PreferredLeaderNotAvailable",
+    81: "GroupMaxSizeReached",
+    82: "FencedInstanceId",
+    86: "GroupSubscribedToTopic",
+    87: "InvalidRecord",
+    88: "UnstableOffsetCommit",
+    89: "ThrottlingQuotaExceeded",
+    90: "ProducerFenced",
+    91: "ResourceNotFound",
+    93: "UnacceptableCredential",
+    100: "UnknownTopicId",
+    103: "InconsistentTopicId",
+    105: "TransactionalIdNotFound",
+    109: "OffsetMovedToTieredStorage",
+    110: "FencedMemberEpoch",
+    113: "StaleMemberEpoch",
+    120: "TransactionAbortable",
+}
+"""The names of error codes that aiokafka does not know, from `org.apache.kafka.common.protocol.Errors` of Kafka 4.1."""
+
 PATIENCE_S: Final[ContextVar[float]] = ContextVar("patience_s", default=math.inf)
 """The time, in seconds, after which an unanswered request is not repeated. A worker repeats requests without a limit; a
 command, which somebody is waiting for, sets a limit.
 """
+
+
+def error_name(code: int) -> str:
+    """Return the name of a Kafka error code, or the code itself if the name is unknown."""
+    known = for_code(code)
+    if known is not UnknownError or code == UnknownError.errno:
+        return str(known.__name__)
+    return _NEWER_ERRORS.get(code, f"error {code}")
 
 
 @contextmanager

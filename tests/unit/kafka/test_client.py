@@ -13,7 +13,8 @@ from aiokafka.structs import BrokerMetadata
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.client import KafkaWire, back_off
-from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, COMPRESSION, EPOCH_OVER, FENCED, REFUSED
+from dedup.kafka.wire import LEADER_MOVED, UNSTABLE_OFFSET, NoAnswer, TopicNow, TopicPartition, error_name
 
 PLACE = TopicPartition("t.changelog", 0)
 
@@ -164,3 +165,23 @@ async def test_a_connection_that_is_open_is_used_while_another_one_to_its_node_f
     assert not await one.ready(NODE, group="restore")
     assert not await one.ready(NODE, group="restore")
     assert await one.ready(NODE)
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        (-1, "UnknownError"),
+        (47, "InvalidProducerEpoch"),
+        (90, "ProducerFenced"),
+        (87, "InvalidRecord"),
+        (999, "error 999"),
+    ],
+)
+def test_an_error_has_its_name_also_if_aiokafka_does_not_know_it(code: int, name: str) -> None:
+    """Was: a fenced worker logged that the coordinator answered UnknownError."""
+    assert error_name(code) == name
+
+
+def test_the_codes_that_a_session_tells_apart_have_names() -> None:
+    codes = FENCED | REFUSED | EPOCH_OVER | AGAIN_ANNOUNCING | LEADER_MOVED | {COMPRESSION, UNSTABLE_OFFSET}
+    assert [code for code in codes if error_name(code).startswith(("error ", "UnknownError"))] == []
