@@ -38,6 +38,7 @@ from dedup.kafka.wire import NoAnswer, Wire
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
 """Matches the error message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+_LONG_MAX: Final = (1 << 63) - 1
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why the topic does not accept the record at that offset."""
 FLOW: Final = ""
@@ -135,7 +136,9 @@ class Refusals:
                 self.rows[topic, row] = why
             stated = _TIME_RANGE.search(why)
             if stated is not None:
-                self.times_ms[topic] = int(stated[1]), int(stated[2])
+                least, greatest = int(stated[1]), int(stated[2])
+                # Without a limit for the future, a broker adds 2^63 - 1 to its time, and the sum overflows.
+                self.times_ms[topic] = least, _LONG_MAX if greatest < least else greatest
         return None
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
