@@ -215,7 +215,7 @@ def use_release(release: str) -> None:
         with tempfile.TemporaryDirectory(dir=listed.parent) as temporary:
             found = [kafka_jars.locked(artifact) for artifact in kafka_jars.resolved(roots, Path(temporary))]
             whole = Path(temporary) / listed.name
-            whole.write_text("".join(f"{jar.sha256} {jar.size_bytes} {jar.coordinate}\n" for jar in found))
+            whole.write_text("\n".join(jar.line for jar in found))
             whole.replace(listed)
     jars = kafka_jars.read_lock(listed.read_text())
     patch = pytest.MonkeyPatch()

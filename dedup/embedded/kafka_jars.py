@@ -48,6 +48,11 @@ class Jar:
         _group, artifact, version = self.coordinate.split(":")
         return f"{artifact}-{version}.jar"
 
+    @property
+    def line(self) -> str:
+        """The jar's line in a lock file, as `read_lock` reads it."""
+        return f"{self.sha256} {self.size_bytes} {self.coordinate}"
+
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
     """Return the current user's directory for Kafka's jars. The directory may not exist yet."""
@@ -201,7 +206,7 @@ def _print_lock_file() -> None:
         1, b"# The jars of Kafka's broker: sha256, bytes, coordinate. Written by: python -m dedup.embedded.kafka_jars\n"
     )
     for jar in sorted(jars, key=lambda jar: jar.coordinate):
-        os.write(1, f"{jar.sha256} {jar.size_bytes} {jar.coordinate}\n".encode())
+        os.write(1, f"{jar.line}\n".encode())
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _print_lock_file() -> None:
                 jar = locked(artifact)
                 lines[jar.coordinate] = jar
     head = "# The jars beside PySpark: sha256, bytes, coordinate. Written by: python -m dedup.spark.spark_jars"
-    body = [f"{jar.sha256} {jar.size_bytes} {jar.coordinate}" for _, jar in sorted(lines.items())]
+    body = [jar.line for _, jar in sorted(lines.items())]
     os.write(1, "\n".join([head, *body, ""]).encode())
 
 

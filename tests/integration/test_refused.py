@@ -201,7 +201,7 @@ def test_the_same_refused_event_again_and_again(make_job: MakeJob) -> None:
     """A dead letter is no sighting, so each copy is judged anew: by size and by timestamp, at a bounded price.
 
     Was: where nothing limits the future, as by default before Kafka 4.0, the broker states a range whose end has
-    overflowed, and every record after the first refusal became a dead letter.
+    overflowed, and all records of a transaction with one refusal became dead letters.
     """
     limits = {"max.message.bytes": str(LIMIT), "message.timestamp.after.max.ms": str(2**63 - 1)}
     oldest_ms = int(time.time() * 1000) - BASE_MS + DAY_MS

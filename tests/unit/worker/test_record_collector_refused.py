@@ -149,6 +149,16 @@ def test_timestamps_a_broker_has_told_the_range_of_are_known() -> None:
     assert refusals.untimely("other", 5) is None
 
 
+def test_a_range_without_an_end_is_told_with_one_that_has_overflowed() -> None:
+    """Was: no timestamp was in the range, so no record of the transaction was sent to the topic."""
+    refusals = Refusals()
+    told = "The timestamp should be within [1699913601748, -9223370240691073406]"  # Kafka 3.9.1
+    assert refusals.learn(refused(OUT, 3, too_large=False, reasons={3: told}), SIDE_TOPICS) is None
+    assert refusals.untimely("out", 1699913601747) is not None
+    assert refusals.untimely("out", 1699913601748) is None
+    assert refusals.untimely("out", 4_070_908_800_000) is None
+
+
 def test_what_is_ours_is_tried_once_more_and_then_stops_the_worker() -> None:
     refusals, changelog = Refusals(), TopicPartition("changelog", 0)
     assert refusals.learn(refused(changelog, -1, -1), SIDE_TOPICS) is None
