@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,13 @@ def beside(path: Path) -> Callable[[str], str]:
 
     The returned function raises OSError or UnicodeDecodeError if the named file cannot be read.
     """
-    return lambda name: (path.parent / name).read_text(encoding="utf-8")
+
+    def read_file(name: str) -> str:
+        if "\0" in name:
+            raise OSError(errno.EINVAL, "a path cannot contain a NUL character")
+        return (path.parent / name).read_text(encoding="utf-8")
+
+    return read_file
 
 
 @dataclass(slots=True)

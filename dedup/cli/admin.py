@@ -53,6 +53,7 @@ _CLIENT: Final = "dedup-admin"
 _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
 """The directory in `state_dir` where `dedup checkpoint` keeps its own copy of the state."""
 _SHOWN: Final = ("position", "ids", "size_bytes")
+_PRINCIPAL: Final = "User:dedup"
 UrlOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,8 +74,11 @@ def apply(
         bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
     ] = False,
     principal: Annotated[
-        str, typer.Option(metavar="PRINCIPAL", help="Principal for the permissions that --acls prints.")
-    ] = "User:dedup",
+        str | None,
+        typer.Option(
+            metavar="PRINCIPAL", help="Principal for the permissions that --acls prints. Default: User:dedup."
+        ),
+    ] = None,
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -94,6 +98,8 @@ def apply(
     from dedup.topology.ingest_file import Ingest
     from dedup.worker import topics as applying
 
+    if principal is not None and not acls:
+        raise SettingsError([Problem("--principal", "names whose permissions --acls prints; add --acls")])
     if acls and table:
         raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
     stage, settings = read_stage(topology), read_settings(config, overrides)
@@ -105,7 +111,7 @@ def apply(
         return
     parsed = with_schemas(stage, settings)
     if acls:
-        _print_acls(parsed, settings, principal, as_json=as_json)
+        _print_acls(parsed, settings, principal or _PRINCIPAL, as_json=as_json)
         return
 
     # Resolve the sink before creating topics, so that a topology without a sink fails before anything is created.

@@ -6,12 +6,14 @@ import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
 from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept_after_errors, pairs_of, refuse_no_page
+
+_REGISTRY_PORT: Final = 8081
 
 
 def broker(
@@ -26,8 +28,11 @@ def broker(
     ] = None,
     registry: Annotated[bool, typer.Option("--registry", help="Also run a schema registry.")] = False,
     registry_port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0 means any free port.")
-    ] = 8081,
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0 means any free port. Default: 8081."
+        ),
+    ] = None,
 ) -> None:
     """Run an embedded Kafka broker until you press Ctrl-C.
 
@@ -43,10 +48,15 @@ def broker(
 
     dedup broker --registry
     """
+    if registry_port is not None and not registry:
+        raise typer.BadParameter("--registry-port is the port of the schema registry; add --registry")
     properties = pairs_of("--set", overrides)
     with ExitStack() as running:
         kafka = running.enter_context(embedded_kafka(data_dir, port=port, properties=properties))
-        schemas = running.enter_context(embedded_registry(registry_port)) if registry else None
+        schemas = None
+        if registry:
+            at = _REGISTRY_PORT if registry_port is None else registry_port
+            schemas = running.enter_context(embedded_registry(at))
         # Like Ctrl-C, SIGTERM lets the node shut down cleanly.
         stop_requested = threading.Event()
         received: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -73,6 +74,8 @@ _EXIT_CODES: Final = (
 
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 """The packages that the Dockerfile does not install."""
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
@@ -158,6 +161,13 @@ def main() -> None:
     except DedupError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        # Without a file name, it is what stdout was redirected to; the commands name the files that they open.
+        where = "standard output" if error.filename is None else error.filename
+        typer.echo(f"{where}: cannot be written: {error.strerror}. Free space, and run the command again.", err=True)
+        sys.exit(DedupError.exit_code)
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] in _OF_SPARK:
             missing = PackageMissing("`dedup spark`", "spark")

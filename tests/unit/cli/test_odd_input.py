@@ -66,11 +66,65 @@ def test_a_stream_that_is_closed_is_like_an_empty_one(command, code, says):
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("command", ["schema", "--help", 'check "$1"'])
+def test_a_full_disk_behind_standard_output_is_told_in_a_sentence(command):
+    """Was: a traceback."""
+    found = of_shell(f'"${{D[@]}}" {command} >/dev/full', str(SIMPLEST))
+    said = "standard output: cannot be written: No space left on device. Free space, and run the command again.\n"
+    assert (found.returncode, found.stderr) == (1, said)
+
+
 @pytest.mark.parametrize("option", [("--config", "nowhere.yaml"), ("--set", "brokers=a:1")])
 def test_check_refuses_an_option_that_it_would_not_use(option):
     result = CliRunner().invoke(create_app(), ["check", str(SIMPLEST), *option])
     assert result.exit_code == 2
     assert "add --broker" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (("apply", str(SIMPLEST), "--principal", "User:a"), "--principal: names whose permissions --acls prints"),
+        (("broker", "--registry-port", "0"), "--registry-port is the port of the schema registry; add --registry"),
+    ],
+)
+def test_an_option_that_would_not_be_used_is_refused(line, says):
+    """Was: ignored."""
+    assert says in told(line, 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("run", "--checkpoint"),
+        ("run", "--delta"),
+        ("run", "--iceberg"),
+        ("backfill", "--input"),
+        ("backfill", "--out"),
+        ("incremental", "--input"),
+        ("seed", "--history"),
+        ("upsert", "--delta"),
+        ("upsert", "--rejected"),
+    ],
+)
+def test_an_empty_place_is_refused(command, option):
+    """Was: an error of Java, or an empty name that meant something else. Shell variables without a value are empty."""
+    assert f"Invalid value for '{option}': is empty" in told(("spark", command, str(SIMPLEST), option, ""), 2)
+
+
+def test_a_schema_whose_name_holds_a_nul_is_a_mistake_in_the_file(tmp_path):
+    """Was: a traceback."""
+    file = tmp_path / "nul.yaml"
+    written = 'source:\n  format: avro\n  schema_id: none\n  schema: "a\\0b"'
+    file.write_text(SIMPLEST.read_text(encoding="utf-8").replace("source:", written, 1), encoding="utf-8")
+    assert "cannot be read: a path cannot contain a NUL character" in told(("check", str(file)), 2)
+
+
+def told(line, code) -> str:
+    """Return what a command says in one line; it exits with this code."""
+    result = CliRunner().invoke(create_app(), line)
+    assert getattr(result.exception, "exit_code", result.exit_code) == code, result.output
+    return " ".join(f"{result.output} {result.exception or ''}".replace("│", " ").split())
 
 
 def test_the_path_of_a_report_is_printed_as_it_is(capsys):
