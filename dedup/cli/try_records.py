@@ -154,7 +154,7 @@ def _envelope(text: bytes) -> _Envelope:
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int, source: SourceSpec) -> Iterator[Entry]:
     """Yield the records in a file, and skip blank lines.
 
-    If the source has the format csv or bytes, a line that contains only white space is a record, not a blank line.
+    If the source has the format csv or bytes, a line that contains only white space is a record, and is not skipped.
 
     Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
     timestamp. Values need not be JSON. The function adds the framing of ``source`` to each value that is not in

@@ -143,7 +143,7 @@ class DeadLetterProducer:
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not yet in the topic, and return their number.
+        """Send the dead letters that are not yet in the topic, and return how many were sent.
 
         Raises TaskMigrated if another process has taken over a partition, and BrokerUnavailable if the sink is stopped
         while no broker responds.

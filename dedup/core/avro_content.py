@@ -336,7 +336,7 @@ def _found(writers: Sequence[Node], reader: Node, place: str) -> list[Node | str
 
 
 def _best(writer: Node, branches: Sequence[Node]) -> tuple[int, int] | None:
-    """Return how well a type matches the branch that it matches best, and the position of the branch."""
+    """Find the branch that matches a type best, and return how well it matches, and its position."""
     ranked = ((rank, at) for at, branch in enumerate(branches) if (rank := _rank(writer, branch)) is not None)
     return min(ranked, default=None)
 
@@ -374,7 +374,7 @@ def _scalar_rank(writer: Scalar, reader: Scalar) -> int | None:
 
 
 def _family(node: Scalar) -> str:
-    """Return a logical type without its unit, or an empty string."""
+    """Return a field's logical type without its unit, or an empty string if the field has none."""
     return _unit(node)[0] if node.kind != "string" else ""  # a string's only logical type, uuid, does not matter
 
 

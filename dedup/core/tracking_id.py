@@ -158,7 +158,7 @@ class KeyFieldRule:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The rule that the value of one header, which must occur only once, is the ID."""
+    """The rule that the ID is the value of one header. This header must not occur more than once in a record."""
 
     name: str
 

@@ -435,7 +435,7 @@ class _Query:
     ) -> Iterator[PartitionReport]:
         """Let tasks commit the offsets after aborted records in the partitions that had no row to judge.
 
-        A Spark partition without rows does not show which Kafka partition it is.
+        Without rows, Spark does not say which Kafka partition one of its partitions belongs to.
         """
         silent = [place for place in self.ready.feeding(self.sub_topology) if place not in judged]
         try:

@@ -354,7 +354,7 @@ def _first_judged(
 ) -> int:
     """Return the first source offset within the bounds with a result in a topic, or ``bounds.high`` if there is none.
 
-    The first judged offset is not stored. The records before ``first`` are not in the output.
+    The first judged offset is not stored. The caller knows that the output contains no record from before ``first``.
     """
     traces = [side.first_offset(partition) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
