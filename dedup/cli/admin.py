@@ -74,10 +74,7 @@ def apply(
         bool, typer.Option("--acls", help="Print the permissions that a worker needs, but create nothing.")
     ] = False,
     principal: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRINCIPAL", help="Principal for the permissions that --acls prints. Default: User:dedup."
-        ),
+        str | None, typer.Option(metavar="PRINCIPAL", help="Principal in the output of --acls. Default: User:dedup.")
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
@@ -98,10 +95,7 @@ def apply(
     from dedup.topology.ingest_file import Ingest
     from dedup.worker import topics as applying
 
-    if principal is not None and not acls:
-        raise SettingsError([Problem("--principal", "names whose permissions --acls prints; add --acls")])
-    if acls and table:
-        raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
+    _refuse_unused(acls=acls, table=table, principal=principal)
     stage, settings = read_stage(topology), read_settings(config, overrides)
     if isinstance(stage, Ingest):
         if acls or table:
@@ -171,6 +165,13 @@ def _apply_ingest(ingest: Ingest, settings: Settings, *, dry_run: bool, as_json:
 def _say_applied(plan: TopicPlan, more: Mapping[str, object], *, dry_run: bool, as_json: bool) -> None:
     lines = [f"{counted(len(plan.make), 'topic')} created"] if plan.make and not dry_run else []
     say({"dry_run": dry_run, **asdict(plan), **more}, lines, as_json=as_json)
+
+
+def _refuse_unused(*, acls: bool, table: bool, principal: str | None) -> None:
+    if principal is not None and not acls:
+        raise SettingsError([Problem("--principal", "names whose permissions --acls prints; add --acls")])
+    if acls and table:
+        raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
