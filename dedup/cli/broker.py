@@ -29,9 +29,7 @@ def broker(
     registry: Annotated[bool, typer.Option("--registry", help="Also run a schema registry.")] = False,
     registry_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0 means any free port. Default: 8081."
-        ),
+        typer.Option(min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0: any. Default: 8081."),
     ] = None,
 ) -> None:
     """Run an embedded Kafka broker until you press Ctrl-C.
@@ -53,10 +51,8 @@ def broker(
     properties = pairs_of("--set", overrides)
     with ExitStack() as running:
         kafka = running.enter_context(embedded_kafka(data_dir, port=port, properties=properties))
-        schemas = None
-        if registry:
-            at = _REGISTRY_PORT if registry_port is None else registry_port
-            schemas = running.enter_context(embedded_registry(at))
+        at = _REGISTRY_PORT if registry_port is None else registry_port
+        schemas = running.enter_context(embedded_registry(at)) if registry else None
         # Like Ctrl-C, SIGTERM lets the node shut down cleanly.
         stop_requested = threading.Event()
         received: list[int] = []
