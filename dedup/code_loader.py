@@ -107,5 +107,8 @@ def _digest_of(module: ModuleType) -> str:
 
 
 def source_digest(text: str) -> str:
-    """Return the digest of a module's source text as a hexadecimal string."""
-    return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    """Return the digest of a module's source text as a hexadecimal string, without a byte order mark.
+
+    Python drops the mark when it reads the source of a module.
+    """
+    return blake2b(text.removeprefix("\ufeff").encode(), digest_size=_DIGEST_BYTES).hexdigest()

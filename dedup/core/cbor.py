@@ -335,8 +335,10 @@ class _Cursor(Cursor):
         _, info, count = head
         if info != _INDEFINITE and count != 2:  # noqa: PLR2004 - RFC 8949, section 3.4.4
             return None
+        if self._ends_early(info):
+            return None
         first = self._marked_head()
-        if first[0] not in {_UNSIGNED, _NEGATIVE}:
+        if first[0] not in {_UNSIGNED, _NEGATIVE} or self._ends_early(info):
             return None
         second = self._marked_head()
         mantissa = None
@@ -348,6 +350,9 @@ class _Cursor(Cursor):
         if mantissa is None or (info == _INDEFINITE and not self._is_over()):
             return None
         return Number(f"{mantissa}e{_whole(first)}")
+
+    def _ends_early(self, info: int) -> bool:
+        return info == _INDEFINITE and self._is_over()
 
     def _chunks(self, head: _Head) -> Iterator[bytes]:
         """Yield the content of a text or byte string, in several chunks if the string has an indefinite length."""

@@ -127,8 +127,14 @@ def differ(made: object, again: object) -> bool:
 def encoded(value: FlowValue) -> bytes | None:
     """Encode a value as bytes, using JSON for an object or array. Raises TypeError or ValueError if encoding fails."""
     if isinstance(value, Mapping | list):
-        return json.dumps(value, allow_nan=False).encode()
+        return json.dumps(value, allow_nan=False, default=_as_dict).encode()
     return _bytes(value)
+
+
+def _as_dict(value: object) -> dict[object, object]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _bytes(content: bytes | str | None) -> bytes | None:

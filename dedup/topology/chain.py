@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from posixpath import normpath
 from typing import Final, TypeVar
 
-from dedup.core.tracking_id import HeaderRule, KeyFieldRule, PartsRule, has_key
+from dedup.core.tracking_id import HeaderRule, KeyFieldRule, KeyRule, PartsRule, has_key
 from dedup.quantities import format_duration
 from dedup.topology.ingest_file import Ingest, Source, settle_sentence
 from dedup.topology.lint import Finding, warning
@@ -131,10 +131,16 @@ def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     """Yield findings about contradictions between an ingest file and a topology that reads its topic."""
     rule, reads = topology.tracking_id.rule, topology.source.format
-    if reads in {"json_schema", "avro", "protobuf"}:
+    if reads not in {"json", "bytes"}:
         text = f"source.format: {reads} does not fit {ingest.name}, which writes JSON; use `format: json`."
         yield Finding("error", "json_is_written", text)
     parts = [part.rule for part in rule.parts if not part.absent_is_value] if isinstance(rule, PartsRule) else [rule]
+    if ingest.tracking_id is None and not topology.direct and any(isinstance(each, KeyRule) for each in parts):
+        text = (
+            f"tracking_id.key: {ingest.name} writes null keys, so every record would become a dead letter. Use the "
+            f"same rule in both files."
+        )
+        yield Finding("error", "null_keys", text)
     if any(isinstance(each, KeyFieldRule) for each in parts):
         keys = "null keys" if ingest.tracking_id is None else "the tracking ID itself as the key"
         text = (
@@ -150,7 +156,7 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
         yield Finding("error", "no_id_header", text)
     # The source also writes the tracking ID as the record's key.
     same = ingest.tracking_id is not None and (rule == ingest.tracking_id or has_key(rule))
-    if topology.source.partitioned_by_tracking_id and not same:
+    if topology.direct and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
         text = (
             f"source.partitioned_by: tracking_id is wrong: {ingest.name} puts records into partitions by {own}, and "

@@ -244,7 +244,7 @@ def columns_fit(document: Document) -> Iterator[Problem]:
     if not isinstance(columns, list):
         return
     for holder in _contents_at(document):
-        yield from _leaves_nothing(document, holder, columns)
+        yield from _leaves_nothing(document, holder, [name for name in columns if isinstance(name, str)])
     named = (_members_at(document), (("event_time", "field"),), _sink_columns_at(document), _excluded_at(document))
     for at in chain.from_iterable(named):
         text, path = document.get(at), _path_at(document, at)

@@ -79,6 +79,7 @@ def lint(topology: Topology) -> list[Finding]:
     findings = [
         *_changelog_record(topology),
         *_policies(topology),
+        *_without_effect(topology),
         *_window(topology),
         *_where_ids_meet(topology),
         *_tracking_id(topology),
@@ -140,6 +141,18 @@ def _policies(topology: Topology) -> Iterator[Finding]:
     if topology.on_conflict is OnConflict.FAIL:
         text = "on_conflict: fail stops the worker at the first conflicting duplicate, until the cause is fixed."
         yield warning("conflict_stops", text)
+
+
+def _without_effect(topology: Topology) -> Iterator[Finding]:
+    if topology.conflicts is not None and topology.on_conflict in {OnConflict.FORWARD, OnConflict.FAIL}:
+        text = (
+            f"conflicts: {topology.conflicts} never gets a record with on_conflict: {topology.on_conflict.value}. "
+            f"Remove one of them; without on_conflict, conflicting duplicates go to this topic."
+        )
+        yield warning("conflicts_unused", text)
+    if topology.sink is not None and not topology.sink.topic:
+        text = "sink: there is no output and no sink.topic, so `dedup sink` has no topic to read. Add one of them."
+        yield Finding("error", "sink_without_topic", text, at=("sink",))
 
 
 def _window(topology: Topology) -> Iterator[Finding]:

@@ -220,8 +220,9 @@ def test_records_with_the_header_fit_a_topology_that_reads_it(tmp_path):
     assert "exactly-once at every stage" in check(tmp_path, FILES, topology)
 
 
-def test_a_topology_of_another_format_cannot_read_what_ingest_writes():
-    reads = TOPOLOGY.replace("topics: [t]", "topics: [t], format: json_schema")
+@pytest.mark.parametrize("fmt", ["json_schema", "msgpack", "cbor", "csv, columns: [id]"])
+def test_a_topology_of_another_format_cannot_read_what_ingest_writes(fmt):
+    reads = TOPOLOGY.replace("topics: [t]", f"topics: [t], format: {fmt}")
     files = [
         Named("x", parse_ingest(FILES + "tracking_id: {field: id}\n", name="x")),
         Named("y", parse(reads, name="y")),
@@ -239,3 +240,16 @@ def test_records_with_the_id_as_their_key_fit_a_topology_that_reads_the_key():
     files[0] = Named("x", parse_ingest(FILES, name="x"))
     ((file, finding),) = lint_chain(files)
     assert (file, finding.code) == ("y", "partitioned_by_another_id")
+    # Was: equal IDs would be in different partitions. But records of several topics are repartitioned.
+    files[1] = Named("y", parse(TOPOLOGY.replace("field: id", "key: true").replace("[t]", "[t, u]"), name="y"))
+    assert [finding.code for _, finding in lint_chain(files) if finding.level == "error"] == ["null_keys"]
+
+
+def test_several_topics_are_repartitioned_whatever_their_producers_do():
+    """Was: an error that said that equal IDs would be in different partitions."""
+    topology = TOPOLOGY.replace("topics: [t]", "topics: [t, u]")
+    files = [
+        Named("x", parse_ingest(FILES + "tracking_id: {field: other}\n", name="x")),
+        Named("y", parse(topology, name="y")),
+    ]
+    assert not [finding for _, finding in lint_chain(files) if finding.level == "error"]

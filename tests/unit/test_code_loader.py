@@ -44,6 +44,12 @@ def test_a_module_in_a_package(tmp_path):
     assert rule.load()(None, None, ()) == 7
 
 
+def test_a_module_may_begin_with_a_byte_order_mark(tmp_path):
+    """Was: refused as another module than the one next to the topology file."""
+    rule = topology(tmp_path, "code_marked", "\ufeff" + GOOD).tracking_id.rule
+    assert rule.load()(None, b"v", ()) == b"v"
+
+
 def test_an_older_copy_of_the_module_is_refused(tmp_path):
     rule = topology(tmp_path, "code_older", GOOD).tracking_id.rule
     (tmp_path / "code_older.py").write_text(GOOD + "# changed\n", encoding="utf-8")

@@ -86,6 +86,14 @@ def test_a_damaged_value_is_a_dead_letter(value, said, rule):
     assert found.detail == f"the value is not CBOR: {said}"
 
 
+@pytest.mark.parametrize("items", ["8101", "80", "9fff", "9f01ff", "9f0102", "820102"])
+def test_a_decimal_of_too_few_items_has_no_type_but_is_no_damage(items):
+    """Was: damaged, if the array has an indefinite length."""
+    value = b"\xa1\x62id\xc4" + bytes.fromhex(items)
+    expected = {"9f0102": "not_cbor", "820102": ""}.get(items, "id_ill_typed")
+    assert getattr(everywhere(recipe("id"), value), "code", "") == expected
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [(b'{"id":"a"}', "json"), (b"\0\0\0\0\7" + pack({"id": 1}), "schema_registry"), (b"\x1f\x8b\x08", "gzip")],

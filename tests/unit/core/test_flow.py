@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from enum import StrEnum
+from types import MappingProxyType
 
 import pytest
 
@@ -26,6 +27,8 @@ def test_to_changes_what_is_named_and_keeps_the_rest():
         "eu", b"x", b'{"a": 1}', (("h", b"1"), ("h", None), ("more", b"2")), 7
     )
     assert RECORD.to(key=None, value=None)[1:3] == (None, None)
+    nested = MappingProxyType({"a": MappingProxyType({"b": 1})})
+    assert RECORD.to(value=nested).value == b'{"a": {"b": 1}}', "was: not JSON serializable"
     assert (RECORD.json, RECORD.header("h"), RECORD.header("none")) == ({"n": 1}, None, None)
 
 

@@ -42,6 +42,8 @@ def test_a_long_default_grace_is_a_warning_with_the_figures_of_size():
         (topology("field: id"), "tombstones_forwarded"),
         (topology("fields: [a, b]"), "tombstones_forwarded"),
         (topology(more="on_conflict: forward"), "conflicts_forwarded"),
+        (topology(more="on_conflict: forward\nconflicts: x"), "conflicts_unused"),
+        (topology(more="on_conflict: fail\nconflicts: x"), "conflicts_unused"),
         (topology(more="grace: 0s"), "no_grace"),
         (topology(guard="2d"), "grace_doubles_state"),
         (topology(more="extend: true\nextend_at_most: 5m"), "cap_below_guard"),
@@ -66,6 +68,15 @@ def test_a_warning(made, code):
     found = {finding.code: finding for finding in lint(made)}
     assert found[code].level == "warning"
     assert found[code].text.endswith(".")
+
+
+def test_a_sink_that_has_no_topic_to_read_is_an_error():
+    """Was: ok, and `dedup sink` always failed."""
+    written = "sink: {{url: 'sqlite:///x', table: t, columns: {{a: id}}{more}}}"
+    (found,) = [each for each in lint(topology(more=written.format(more=""))) if each.level == "error"]
+    assert (found.code, found.at) == ("sink_without_topic", ("sink",))
+    assert "sink_without_topic" not in codes(topology(more=written.format(more=", topic: c")))
+    assert "sink_without_topic" not in codes(topology(more=written.format(more="") + "\noutput: {topic: o}"))
 
 
 @pytest.mark.parametrize("rule", ["key: true", "header: h"])

@@ -184,6 +184,11 @@ def test_a_mistake_in_one_line(line, said):
             "6:17: source.columns[1]: has no value; write one, or leave the item out",
         ),
         (
+            "topics: [clicks]",
+            "topics: [clicks]\n  format: csv\n  columns: [{id: text}]",
+            "6:13: source.columns[0]: must be text; put it in quotes",
+        ),
+        (
             "field: id",
             "fields: [id, null]",
             "6:16: tracking_id.fields[1]: has no value; write one, or leave the item out",
