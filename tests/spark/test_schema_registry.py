@@ -102,7 +102,7 @@ def test_a_stream_and_audit_read_keys_of_two_schema_versions(spark, make_job, re
     bad = unknown_to(keys[0])
     job.send([Event(row % 2, b"%d" % row, BASE_MS + row, key) for row, key in enumerate([*keys, bad])])
     driver = start_spark(job, ("run", *checkpoint_of(job), "--exit-when-done", *INTERPRETED), ("audit",))
-    assert driver.wait() == 0, driver.log
+    assert driver.wait(240) == 0, driver.log
     assert sorted(each.key() for each in job.read(job.output)) == sorted([*keys[:100], *keys[200:]])
     (letter,) = job.read(job.topology.dead_letter)
     assert (letter.key(), dict(letter.headers())["dedup-reason"]) == (bad, b"schema_unknown")
