@@ -392,8 +392,10 @@ class TransactionBoundary:
             record = decode_quickly(value)
         except Unreadable:
             return False  # The value becomes a dead letter.
-        found = look_up(record, self._marker.field)
-        return type(found) is type(self._marker.equals) and found == self._marker.equals
+        found, equals = look_up(record, self._marker.field), self._marker.equals
+        if isinstance(found, Number):  # orjson refused some other part of the value.
+            return type(equals) is int and found.is_integer and found.integer_text() == str(equals)
+        return type(found) is type(equals) and found == equals
 
 
 class _RecordMaker:

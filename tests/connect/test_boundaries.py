@@ -138,6 +138,18 @@ def test_a_marker_in_csv_and_another_kind_of_value_is_none(tmp_path):
         assert [[json.loads(value)["n"] for value in piece.values] for piece in polled(source)] == found
 
 
+@pytest.mark.parametrize("odd", ['"cut":"\\ud83d"', '"m":1e999'])
+def test_a_marker_beside_json_that_fast_decoders_refuse_ends_its_transaction(tmp_path, odd):
+    """Was: an integer marker was not recognized there, so a last batch was never sent."""
+    for equals, others in ((1, ("2", "1.0", "true", '"1"')), (0, ("1", "0.0", "false", '"0"')), ("1", ("1",))):
+        ends = ["1", *others, "-0"] if equals == 0 else [*others, json.dumps(equals)]
+        text = "".join(f'{{"n":{n},"end":{end},{odd}}}\n' for n, end in enumerate(ends))
+        (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+        source = opened(tmp_path, {}, marker=Marker(field="end", equals=equals))
+        assert [len(found.values) for found in polled(source)] == [len(ends)]
+        source.close()
+
+
 @pytest.mark.parametrize(("bound", "most"), [("MOST_RECORDS", 10), ("MOST_BYTES", 200)])
 def test_a_source_without_markers_stops(tmp_path, monkeypatch, bound, most):
     monkeypatch.setattr(marked, bound, most)
