@@ -420,9 +420,10 @@ def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Column
         (table,),
     )
     keys = connection.query(
-        "SELECT array(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY(indkey)) "
-        "FROM pg_index WHERE indrelid = %s::regclass AND indisunique AND indisvalid "
-        "AND indpred IS NULL AND indexprs IS NULL",
+        # The columns of INCLUDE follow the key columns in `indkey`, whose first index is 0.
+        "SELECT array(SELECT attname::text FROM pg_attribute "
+        "WHERE attrelid = indrelid AND attnum = ANY((indkey::int2[])[0:indnkeyatts - 1])) FROM pg_index "
+        "WHERE indrelid = %s::regclass AND indisunique AND indisvalid AND indpred IS NULL AND indexprs IS NULL",
         (table,),
     )
     return {name: (whole, never_null) for name, whole, never_null in columns}, [key for (key,) in keys]

@@ -319,6 +319,18 @@ def test_a_column_may_be_called_t(pg, spec):
         assert source.poll().values == [b'{"n":1,"id":"e1","t":{"x":1,"y":2}}']
 
 
+@pytest.mark.parametrize(("key", "fits"), [("(n) INCLUDE (id)", True), ("(n, id)", False), ("(id) INCLUDE (n)", False)])
+def test_only_the_key_of_a_unique_index_matters_not_what_it_includes(pg, key, fits):
+    """Was: a primary key with INCLUDE was refused as no unique index on n."""
+    url, connection = pg
+    connection.execute("ALTER TABLE rows DROP CONSTRAINT rows_pkey")
+    connection.execute(f"ALTER TABLE rows ADD PRIMARY KEY {key}")
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    refused = contextlib.nullcontext() if fits else pytest.raises(StateIncompatible, match="no unique index on n,")
+    with refused, contextlib.closing(rows_of(url)) as source:
+        assert source.poll().places == ["1"]
+
+
 def test_the_number_of_a_live_table_may_become_a_bigint(pg):
     """Was: the source stopped, because PostgreSQL had prepared its statements for the earlier type."""
     url, connection = pg
