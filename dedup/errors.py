@@ -143,6 +143,8 @@ class RecordRefused(DedupError):
     reasons: Mapping[int, str] = field(default_factory=dict)
     """The broker's message about each refused record, if the broker names the records (KIP-467)."""
     too_large: bool = False
+    bad_time: bool = False
+    """True if the broker does not accept the timestamp of a record."""
     also: list[RecordRefused] = field(default_factory=list, init=False)
     """The errors for other refused batches of the same transaction."""
 

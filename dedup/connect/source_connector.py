@@ -37,7 +37,7 @@ from dedup.core.exact_json import Number, Unreadable, decode_quickly
 from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
-from dedup.errors import RecordRefused, StateIncompatible
+from dedup.errors import BrokerUnavailable, RecordRefused, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import OWN_ROW, Header, Line
@@ -127,7 +127,8 @@ async def run_ingest(
     """Run a source until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source has been sent.
 
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
-    cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
+    cannot be read without loss, and BrokerUnavailable if no broker responds at startup, or if a broker refuses the
+    time of this machine's clock.
     """
     async with AsyncExitStack() as stack:
         wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
@@ -278,10 +279,18 @@ class _Run:
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
         """Turn the refused records into dead letters.
 
-        If the broker does not say which records it refused, switch to one record per batch.
+        If the broker does not say which records it refused, switch to one record per batch. Raises BrokerUnavailable
+        if the broker refuses the time of this machine's clock, because no record is at fault then.
         """
         named: dict[int, str] = {}
         for each in (refused, *refused.also):
+            if each.bad_time and each.topic in self.maker.timed_by_clock:
+                raise BrokerUnavailable(
+                    f"{each}. The broker refuses the time of this machine's clock, "
+                    f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, as a timestamp. Nothing was lost: the "
+                    f"transaction was not committed. Correct the clock of this machine or of the broker, or the limits "
+                    f"message.timestamp.*.max.ms of topic {each.topic!r}; then start again."
+                ) from refused
             named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
         if OWN_ROW in named or (self.single and not named):
             raise refused
@@ -403,6 +412,10 @@ class _RecordMaker:
 
     def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
         self.topic: Final = ingest.topic
+        self.timed_by_clock: Final = {ingest.dead_letter, ingest.topic}
+        """The topics whose records get the time of this machine's clock."""
+        if isinstance(ingest.event_time, FieldTime):
+            self.timed_by_clock.discard(ingest.topic)
         self._ingest: Final = ingest
         self._count: Final = topics[ingest.topic].partitions
         self._dead_count: Final = topics[ingest.dead_letter].partitions

@@ -58,6 +58,7 @@ FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
 # Message too large, batch too large, invalid timestamp, invalid record.
 REFUSED: Final = frozenset({10, 18, 32, 87})
 TOO_LARGE: Final = frozenset({10, 18})
+INVALID_TIMESTAMP: Final = 32
 # Sequence out of order, unknown producer: the broker also returns these errors for batches after a refused batch.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
@@ -456,4 +457,5 @@ def _refused(transactional_id: str, queued: Queued, produced: Produced) -> Recor
         feeding=queued.feeding,
         reasons=reasons,
         too_large=produced.error_code in TOO_LARGE,
+        bad_time=produced.error_code == INVALID_TIMESTAMP,
     )

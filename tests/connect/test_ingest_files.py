@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dedup.connect.file_source import CHUNK_BYTES, Files
-from dedup.errors import AuthorMistake, StateIncompatible, TaskMigrated
+from dedup.errors import AuthorMistake, BrokerUnavailable, StateIncompatible, TaskMigrated
 from dedup.topology.schema import FilesSource
 from tests.connect.stage import lines
 from tests.waiting import until
@@ -177,6 +178,19 @@ async def test_all_records_that_a_broker_refuses_are_dead_letters_at_once(stage,
         2 * [t for t in text.splitlines() if b":1}" not in t]
     )
     assert {letter["dedup-reason"] for letter in stage.letters()} == {"refused"}
+
+
+async def test_a_clock_that_is_ahead_stops_ingest_and_loses_nothing(stage, admin, monkeypatch):
+    """Was: every line became a dead letter, and the exit code was 0."""
+    admin.create_topic(stage.topic, 2, {"message.timestamp.after.max.ms": "3600000"})
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 20))
+    time_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: time_ns() + 2 * 3_600_000_000_000)
+    with pytest.raises(BrokerUnavailable, match=r"refuses the time of this machine's clock, .* Nothing was lost"):
+        await stage.ingest()
+    monkeypatch.undo()
+    assert (await stage.ingest()).dead_letters == 0
+    assert (numbers(stage), stage.letters()) == (list(range(20)), [])
 
 
 async def test_batches_are_as_small_as_the_topic_asks(stage, admin, caplog):
