@@ -32,7 +32,7 @@ import msgspec
 import orjson
 
 from dedup.connect.source import DIGEST_BYTES, DeadRecord, SourceRecords
-from dedup.errors import AuthorMistake, Problem
+from dedup.errors import AuthorMistake, Problem, StateIncompatible
 from dedup.topology.schema import CsvType, FilesSource
 
 CHUNK_BYTES: Final = 1 << 20
@@ -125,13 +125,16 @@ class Files:
         """Maps the inode of each file in the directory to the file's path and to the links to the file."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again."""
+        """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again.
+
+        Raises StateIncompatible if a position is not a position in a file.
+        """
         self._known, self._turn, self._renamed = {}, [], []
         for opened, _ in self._ended.values():
             if self._open.setdefault(opened.known.inode, opened) is not opened:
                 os.close(opened.descriptor)
         self._ended = {}
-        self._committed = {part: msgspec.json.decode(value, type=_FilePosition) for part, value in positions.items()}
+        self._committed = {part: self._decoded(part, value) for part, value in positions.items()}
         for known in self._committed.values():
             latest = self._known.get(known.inode)
             if latest is None or latest.generation < known.generation:
@@ -142,6 +145,15 @@ class Files:
             if committed is None or committed.generation < now.generation:
                 committed = _FilePosition(now.path, inode, generation=now.generation)
             self._keep_open(opened.descriptor, msgspec.structs.replace(committed, path=now.path), gone=opened.gone)
+
+    def _decoded(self, part: str, position: bytes) -> _FilePosition:
+        try:
+            return msgspec.json.decode(position, type=_FilePosition)
+        except msgspec.DecodeError:
+            raise StateIncompatible(
+                f"{self._name}: the source offsets hold a position of {part!r}, which is not a file. Nothing was sent. "
+                f"Put the source back as it was; or give it another name, which sends all files from their beginning."
+            ) from None
 
     def _keep_open(self, descriptor: int, known: _FilePosition, *, gone: bool = False) -> _OpenFile:
         self._known[known.inode] = known

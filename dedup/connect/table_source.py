@@ -49,6 +49,19 @@ _Columns = Mapping[str, tuple[bool, bool]]
 log: Final = logging.getLogger(__name__)
 
 
+class _RowPosition(msgspec.Struct, frozen=True):
+    """The numbers of the last row that was read, and what they number, stored as JSON in the positions topic."""
+
+    table: str | None
+    """The table as written in the ingest file, or None for a query, which may be edited."""
+    columns: list[str]
+    at: list[int]
+
+    def __str__(self) -> str:
+        numbered = f"{'column' if len(self.columns) == 1 else 'columns'} {' and '.join(self.columns)}"
+        return f"{numbered} of {'a query' if self.table is None else f'table {self.table}'}"
+
+
 class NumberedRows:
     """A `RecordSource` that reads the rows of one table or query in the order of one or two integer columns."""
 
@@ -81,16 +94,37 @@ class NumberedRows:
             raise
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed position. Raises StateIncompatible if the key `unique` was added or removed."""
+        """Continue from the committed position. Raises StateIncompatible if the position is of another source."""
         committed = positions.get(PART)
-        self._at = None if committed is None else tuple(msgspec.json.decode(committed, type=list[int]))
-        if self._at is not None and len(self._at) != len(self._order):
-            raise StateIncompatible(
-                f"{self._name}: the source offsets have {len(self._at)} numbers per row, and `source.table` has "
-                f"{len(self._order)} columns: `unique` was added or removed. Nothing was sent; put it back as it was, "
-                f"or give the source another name, which sends the table again."
-            )
+        if committed is None and positions:
+            raise self._of_another(f"hold a position of {min(positions)!r}, which is not a table")
+        self._at = None if committed is None else tuple(self._numbers(committed))
         self._bound = None
+
+    def _numbers(self, committed: bytes) -> list[int]:
+        try:
+            found = msgspec.json.decode(committed, type=list[int] | _RowPosition)
+        except msgspec.DecodeError:
+            raise self._of_another(f"hold a position of {PART!r} that is not the number of a row") from None
+        if isinstance(found, _RowPosition):
+            here = self._position(found.at)
+            if here != found:
+                raise self._of_another(f"end at row {_place(found.at)}, {found}, but the ingest file names {here}")
+            return found.at
+        # Earlier versions stored only the numbers, without the table.
+        if len(found) != len(self._order):
+            raise self._of_another(f"have {len(found)} numbers per row: `unique` was added or removed")
+        return found
+
+    def _position(self, numbers: Sequence[int]) -> _RowPosition:
+        return _RowPosition(self._spec.table, self._order, list(numbers))
+
+    def _of_another(self, what: str) -> StateIncompatible:
+        return StateIncompatible(
+            f"{self._name}: the source offsets {what}. Nothing was sent, because rows might be skipped. Put the source "
+            f"back as it was; or give it another name, which sends the table from its first row (and a `query` with "
+            f"`WHERE {self._spec.column} > N` from the row after N)."
+        )
 
     def poll(self) -> SourceRecords | None:
         """Return the next rows, or None if there are no new rows. Waits while the database is unavailable."""
@@ -204,9 +238,10 @@ class NumberedRows:
         self._at = tuple(rows[-1][:width])
 
         def after(row: int) -> bytes:
-            return msgspec.json.encode([int(number) for number in places[row].split("/")])
+            return msgspec.json.encode(self._position([int(number) for number in places[row].split("/")]))
 
-        return SourceRecords(PART, prefix, values, places, msgspec.json.encode(self._at), after, dead)
+        position = msgspec.json.encode(self._position(self._at))
+        return SourceRecords(PART, prefix, values, places, position, after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
         """Raise StateIncompatible if the source might never read some rows of the table or query."""

@@ -13,9 +13,10 @@ import psycopg
 import pytest
 
 from dedup.connect import open_database, table_source
+from dedup.connect.file_source import Files
 from dedup.connect.table_source import NumberedRows
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
-from dedup.topology.schema import TableSource
+from dedup.topology.schema import FilesSource, TableSource
 from tests.waiting import until
 
 pytestmark = pytest.mark.broker
@@ -92,7 +93,9 @@ async def test_ties_need_a_second_column(stage, lite):
     assert (await stage.ingest(table(url, ", unique: m"))).records == 1
     assert sorted(value["m"] for value in stage.values()) == list(range(12_001))
     connection.execute("CREATE UNIQUE INDEX one ON rows (m)")
-    with pytest.raises(StateIncompatible, match="`unique` was added or removed"):
+    with pytest.raises(
+        StateIncompatible, match=r"end at row 7/12000, columns n and m of table rows, but .* column m of"
+    ):
         await stage.ingest(table(url).replace("column: n", "column: m"))
 
 
@@ -446,6 +449,75 @@ def created(path):
     lite.execute("CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT)")
     lite.execute("INSERT INTO rows (id) VALUES ('e1')")
     return contextlib.closing(lite)
+
+
+CHANGED = {
+    "table": (
+        {"table": "others"},
+        "end at row 3, column n of table rows, but the ingest file names column n of table oth",
+    ),
+    "column": (
+        {"table": "rows", "column": "k"},
+        "end at row 3, column n of table rows, but .* names column k of table r",
+    ),
+    "unique": (
+        {"table": "rows", "unique": "k"},
+        "end at row 3, column n of table rows, but .* columns n and k of table",
+    ),
+    "query": (
+        {"query": "SELECT * FROM rows"},
+        "end at row 3, column n of table rows, but .* names column n of a query",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), CHANGED.values(), ids=CHANGED)
+def test_another_table_or_column_under_one_name_stops_ingest(tmp_path, changes, said):
+    """Was: its rows with numbers up to the last one of the earlier table were skipped without a word."""
+    with created(tmp_path / "source.db") as lite:
+        lite.execute("ALTER TABLE rows ADD k INTEGER NOT NULL DEFAULT 0")
+        lite.execute("CREATE UNIQUE INDEX by_k ON rows (k)")
+        lite.execute("CREATE TABLE others (n INTEGER PRIMARY KEY AUTOINCREMENT)")
+        lite.execute("INSERT INTO rows (n, id, k) VALUES (3, 'e3', 1)")
+    url = f"sqlite:///{tmp_path}/source.db"
+    with contextlib.closing(rows_of(url)) as source:
+        found = source.poll()
+    spec = TableSource(**{"url": url, "column": "n"} | changes)
+    with contextlib.closing(NumberedRows("in", spec, url, lambda: False)) as source:
+        for position in (found.position, found.after(1)):
+            with pytest.raises(StateIncompatible, match=f"in: the source offsets {said}.* Nothing was sent.*> N`"):
+                source.restore({found.part: position})
+        if "unique" in changes:
+            with pytest.raises(StateIncompatible, match="have 1 numbers per row: `unique` was added or removed"):
+                source.restore({found.part: b"[3]"})
+
+
+def test_a_query_may_be_edited_and_the_positions_of_earlier_versions_are_read(tmp_path):
+    with created(tmp_path / "source.db") as lite:
+        lite.execute("INSERT INTO rows (id) VALUES ('e2'), ('e3')")
+    url = f"sqlite:///{tmp_path}/source.db"
+    with contextlib.closing(rows_of(url, "query: SELECT * FROM rows WHERE n < 3")) as source:
+        found = source.poll()
+    with contextlib.closing(rows_of(url, "query: SELECT n FROM rows")) as source:
+        for position in (found.position, b"[2]"):
+            source.restore({found.part: position})
+            assert source.poll().values == [b'{"n":3}']
+
+
+@pytest.mark.parametrize("written", [b"42", b"line 42", b'{"path":"a.log","inode":7}'], ids=["number", "text", "file"])
+@pytest.mark.parametrize("part", ["table", "7.0"])
+def test_positions_that_another_kind_of_source_or_a_writer_kept_stop_ingest(tmp_path, part, written):
+    """Was: an uncaught ValidationError; or the table was sent, although the name belonged to another source."""
+    files = Files("in", FilesSource(directory=str(tmp_path)), 1_000)
+    with created(tmp_path / "source.db"), contextlib.closing(rows_of(f"sqlite:///{tmp_path}/source.db")) as source:
+        with pytest.raises(StateIncompatible, match=f"in: the source offsets hold a position of '{part}'.* another na"):
+            source.restore({part: written})
+        row = source.poll()
+    for position in (row.position, b"[1]", b"42", b"line 42"):
+        with pytest.raises(
+            StateIncompatible, match=f"in: the source offsets hold a position of '{part}', which is not"
+        ):
+            files.restore({part: position})
 
 
 def test_a_file_of_sqlite_that_is_replaced_is_read_on(tmp_path):
