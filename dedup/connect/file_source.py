@@ -41,6 +41,8 @@ _GET_VERSION: Final = 0x80087601
 """Linux's `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
 _SCAN_AGAIN_S: Final = 5.0
 """The maximum time for which files that always have more lines may delay the search for new files."""
+_ROTATION: Final = re.compile(r"[.-][0-9][-0-9._T:]*")
+"""Matches what a rotation appends to a name, such as .1 or -20261201. A compressed file is usually a copy."""
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]
@@ -123,6 +125,8 @@ class Files:
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._listed: Mapping[int, Sequence[Path]] = {}
         """Maps the inode of each file in the directory to the file's path and to the links to the file."""
+        self._unread: set[int] = set()
+        """The inodes of the rotated files about which `_warn_if_unread` has warned."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again.
@@ -213,6 +217,7 @@ class Files:
         """Open new files, and mark open files whose names no longer match the pattern."""
         listed = self._list()
         self._listed = _by_inode(listed)
+        self._unread.intersection_update(self._listed)
         named: dict[int, int] = {}
         for path, status in listed.items():
             inode = status.st_ino
@@ -228,6 +233,7 @@ class Files:
                 # While `dedup ingest` was not running, the file may have been renamed before all its lines were read.
                 known = self._known.get(inode)
                 if known is None or known.deleted:
+                    self._warn_if_unread(path, status)
                     continue
                 if status.st_size <= known.position:
                     self._rename_if_committed(known, path, status)
@@ -241,6 +247,19 @@ class Files:
                 opened.known = msgspec.structs.replace(opened.known, path=str(path))
         for inode in self._open.keys() - named.keys():
             self._open[inode].gone = True
+
+    def _warn_if_unread(self, path: Path, status: os.stat_result) -> None:
+        """Log a warning, once for each file, if a file that does not match has the name of a rotated file."""
+        name = path.name
+        rotated = any(_ROTATION.fullmatch(name, at) and self._matches(name[:at]) for at in range(1, len(name)))
+        if not rotated or not status.st_size or status.st_ino in self._unread:
+            return
+        self._unread.add(status.st_ino)
+        text = (
+            "%s was never read: it has the name of a rotated file, which `pattern` does not match. Let `pattern` match "
+            'the names of rotated files, too, such as "%s*"; a file that was read and then renamed is not sent again.'
+        )
+        log.warning(text, _text(path), self._spec.pattern)
 
     def _rename_if_committed(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
         if known.part not in self._ended and known.within(self._committed.get(known.part)):
@@ -288,7 +307,8 @@ class Files:
             return
         known = self._known.get(inode)
         if known and not self._matches(path) and (known.changed(descriptor) or known.is_of_another(descriptor)):
-            os.close(descriptor)  # A file that does not match the pattern reuses the inode.
+            self._warn_if_unread(path, os.fstat(descriptor))  # It reuses the inode of another file.
+            os.close(descriptor)
             return
         try:
             self._keep_open(descriptor, self._position_of(descriptor, _text(path), inode))

@@ -498,7 +498,7 @@ class FilesSource(Keys):
     directory: str
     """Directory of the files. A relative path starts at the command's current directory."""
     pattern: _FilePattern = "*.jsonl"
-    """Pattern for the names of the files to read. A renamed file is still read to its end."""
+    """Pattern for the names of the files to read. A file that was partly read is read to its end under any name."""
     format: Literal["jsonl", "csv"] = "jsonl"
     """With jsonl, each line is one JSON value. With csv, each line is one row, after a line of column names."""
     columns: dict[_Column, CsvType] | None = None

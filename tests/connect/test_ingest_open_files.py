@@ -1,4 +1,4 @@
-"""The files that ingest has open: busy ones, many, some that can no longer be read, and one whose inode is reused."""
+"""The files that ingest has open: busy, many, no longer readable, with an inode that is reused; and some never read."""
 
 from __future__ import annotations
 
@@ -122,4 +122,52 @@ def test_a_new_file_with_the_inode_of_a_file_that_was_moved_away_and_deleted(tmp
         files.poll()
     path.rename(incoming / "b.log")
     assert files.poll().values == lines(0, 3).splitlines()
+    files.close()
+
+
+def test_a_file_that_was_rotated_before_it_was_ever_read_is_told_of_once(tmp_path, caplog):
+    """Was: it was skipped without a word."""
+    for name in ("a.log", "b.log", "empty.log"):
+        (tmp_path / name).write_bytes(b"" if name == "empty.log" else lines(0, 3))
+    files = files_in(tmp_path)
+    for found in (files.poll(), files.poll()):
+        files.committed({found.part: found.position})
+    assert files.poll() is None
+    for name, rotated in (("a.log", "a.log.1"), ("b.log", "b.log-20261201"), ("empty.log", "empty.log.1")):
+        (tmp_path / name).rename(tmp_path / rotated)
+    # They lived shorter than the gap between two scans.
+    missed = ["a.log.0", "a.log-20261130", "a.log.2026-11-30_23-59-59", "a.log-2026-11-30T23:59:59.123"]
+    others = ["a.log.2.gz", "a.log.3.zst", "a.log.1.old", "a.log2", "b.txt.1", ".1", "a.log.", "none.log.2"]
+    for name in missed + others:
+        (tmp_path / name).write_bytes(b"" if name == "none.log.2" else lines(10, 3))
+    (tmp_path / "sub.log.1").mkdir()
+    (tmp_path / "soft.log.1").symlink_to("b.log-20261201")
+    assert [files.poll() for _ in range(9)].count(None) >= 7
+    assert sorted(record.args[0] for record in caplog.records if "was never read" in record.message) == sorted(
+        str(tmp_path / name) for name in missed
+    )
+    assert 'such as "*.log*"' in caplog.text
+    (tmp_path / "a.log.0").rename(tmp_path / "a.log.9")
+    caplog.clear()
+    assert files.poll() is None
+    assert "never read" not in caplog.text
+    files.close()
+
+
+def test_a_pattern_that_matches_rotated_names_misses_no_file_and_sends_none_twice(tmp_path, caplog):
+    (tmp_path / "a.log").write_bytes(lines(0, 3))
+    spec = FilesSource(directory=str(tmp_path), pattern="*.lo*[g0-9]")
+    files, positions = Files("in", spec, 1_000_000), {}
+    found = files.poll()
+    positions[found.part] = found.position
+    files.close()
+    (tmp_path / "a.log").rename(tmp_path / "a.log.2")
+    (tmp_path / "a.log.1").write_bytes(lines(3, 3))
+    (tmp_path / "a.log.3.gz").write_bytes(lines(50, 3))
+    (tmp_path / "a.log").write_bytes(lines(6, 3))
+    files = Files("in", spec, 1_000_000)
+    files.restore(positions)
+    read = [found.values for found in (files.poll() for _ in range(6)) if found is not None]
+    assert sorted(json.loads(value)["n"] for values in read for value in values) == [3, 4, 5, 6, 7, 8]
+    assert "never read" not in caplog.text
     files.close()
