@@ -62,7 +62,9 @@ class IdempotentWriter:
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
-    transaction if it was not.
+    transaction if it was not. If a commit is canceled or fails, open a new writer to find out whether the transaction
+    was committed: it takes effect completely or not at all. A transaction that fails with RecordRefused was not
+    committed, and the writer can still be used.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -107,17 +109,26 @@ class IdempotentWriter:
     async def transaction(self) -> AsyncIterator[Transaction]:
         """Commit the records of the ``with`` block exactly once at its end, or none if the block raises an exception.
 
-        Raises TaskMigrated if another process has opened a writer with the same name, and StateIncompatible if one of
-        the topics was deleted or created again.
+        Raises TaskMigrated if another process has opened a writer with the same name, StateIncompatible if one of the
+        topics was deleted or created again, and RecordRefused if a broker refuses a record, in which case nothing was
+        committed. Raises InvariantBroken if an earlier commit of this writer was canceled or failed with another error;
+        in this case, open a new writer.
         """
+        outbox = self._started()
+        outbox.refuse_if_over()
         made = Transaction(self._partition_counts)
         yield made
         if made.lines or made.positions:
-            await self._started().commit(made.lines, made.positions)
+            await outbox.commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none."""
-        found = self._started().positions.get(name)
+        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none.
+
+        Raises the same TaskMigrated or InvariantBroken as `transaction` if it is unknown what was committed last.
+        """
+        outbox = self._started()
+        outbox.refuse_if_over()
+        found = outbox.positions.get(name)
         return None if found is None else found.decode()
 
     def _started(self) -> TransactionalOutbox:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
+from dedup.errors import (
+    BrokerUnavailable,
+    CommitUnknown,
+    DedupError,
+    InvariantBroken,
+    RecordRefused,
+    StateIncompatible,
+    TaskMigrated,
+)
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Line, fill
@@ -129,8 +137,8 @@ class TransactionalOutbox:
         )
         self._run: Final = uuid.uuid4().hex
         self._number = 0
-        self._unsure = False
-        """True if a commit failed or was canceled, so that only a new epoch can show whether it took effect."""
+        self._over: DedupError | None = None
+        """What every later call raises, because a commit failed or was canceled and may have taken effect."""
         self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms)
 
@@ -161,17 +169,35 @@ class TransactionalOutbox:
         ``most_rows`` limits the number of records per record batch. With one record per batch, the broker's response
         identifies a refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused
         if the broker refuses a record, in which case nothing is committed. Raises StateIncompatible if a topic was
-        deleted or created again. A canceled commit takes effect completely or not at all. Concurrent calls run one
+        deleted or created again. A canceled commit takes effect completely or not at all. After a canceled commit, and
+        after any error except RecordRefused, every call raises the error of `refuse_if_over`. Concurrent calls run one
         after another.
         """
         async with self._one_at_a_time:
-            if self._unsure:
-                name = self._session.transactional_id
-                await self._happened(CommitUnknown(f"{name}: the last transaction was interrupted"))
-            self._unsure = True
-            await self._insist(lines, positions, most_rows)
-            self._unsure = False
+            self.refuse_if_over()
+            try:
+                await self._insist(lines, positions, most_rows)
+            except RecordRefused:
+                raise
+            except BaseException as error:
+                self._over = error if isinstance(error, TaskMigrated) else self._interrupted()
+                raise
             self.positions.update(positions)
+
+    def refuse_if_over(self) -> None:
+        """Raise TaskMigrated if another process has taken over the source, or InvariantBroken if a commit was
+        interrupted: `positions` may lack the positions of this commit, and its records may have been committed.
+        """
+        if self._over is not None:
+            raise self._over
+
+    def _interrupted(self) -> InvariantBroken:
+        return InvariantBroken(
+            f"{self._session.transactional_id}: an earlier transaction was interrupted, so it is unknown whether its "
+            f"records were committed, and whoever sends them again may send them twice. Leave the `async with` block "
+            f"of this writer and open a new one: its `kept` returns what was committed. A transaction that got only "
+            f"this error committed nothing."
+        )
 
     async def _insist(
         self, lines: Mapping[TopicPartition, Sequence[Line]], positions: Mapping[str, bytes], most_rows: int | None
@@ -207,7 +233,6 @@ class TransactionalOutbox:
             except RecordRefused:
                 self._number -= 1
                 await self._begin_epoch()
-                self._unsure = False
                 raise
             else:
                 return

@@ -34,6 +34,7 @@ from dedup.errors import (
     BrokerUnavailable,
     CommitUnknown,
     InvariantBroken,
+    RecordRefused,
     SettingsError,
     StateIncompatible,
     TaskMigrated,
@@ -77,27 +78,61 @@ async def test_records_and_positions_are_visible_together_or_not_at_all(stage, a
         assert writer.kept("orders.db") == "2"
 
 
-async def test_a_transaction_that_is_cancelled_is_in_no_later_one(stage, admin, monkeypatch):
+@pytest.mark.parametrize("committed", [False, True])
+async def test_a_writer_whose_commit_was_cancelled_does_not_say_what_was_committed(
+    stage, admin, monkeypatch, committed
+):
+    """Was: `kept` returned the position before it, so that the application sent the same records again."""
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
-    stuck = asyncio.Event()
+    stuck, end = asyncio.Event(), KafkaWire.end_transaction
 
-    async def never(*_, **__):
+    async def no_answer(*args, **options):
+        if committed:
+            await end(*args, **options)
         stuck.set()
         await asyncio.Event().wait()
 
-    async def write(writer, value):
+    async def write(writer):
         async with writer.transaction() as transaction:
-            transaction.send(stage.topic, value)
+            begin = int(writer.kept("input") or 0)
+            transaction.send(stage.topic, b"%d" % begin)
+            transaction.keep("input", str(begin + 1))
 
-    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+    make = lambda: dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings)  # noqa: E731
+    async with make() as writer:
+        await write(writer)
         with monkeypatch.context() as patched:
-            patched.setattr(KafkaWire, "end_transaction", never)
-            cancelled = asyncio.create_task(write(writer, b"cancelled"))
+            patched.setattr(KafkaWire, "end_transaction", no_answer)
+            cancelled = asyncio.create_task(write(writer))
             await stuck.wait()
+            beside = asyncio.create_task(write(writer))
+            await asyncio.sleep(0)
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
-        await write(writer, b"after")
-    assert [message.value() for message in stage.read()] == [b"after"]
+            with pytest.raises(InvariantBroken, match="interrupted"):
+                await beside
+        for _ in range(2):
+            with pytest.raises(InvariantBroken, match="open a new one: its `kept` returns what was committed"):
+                writer.kept("input")
+            with pytest.raises(InvariantBroken, match="whoever sends them again may send them twice"):
+                await write(writer)
+    async with make() as writer:
+        assert writer.kept("input") == ("2" if committed else "1")
+        await write(writer)
+    assert [message.value() for message in stage.read()] == ([b"0", b"1", b"2"] if committed else [b"0", b"1"])
+
+
+async def test_a_writer_whose_record_was_refused_goes_on(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1", "max.message.bytes": "1000"})
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        for value in [b"one", random.Random(1).randbytes(5_000), b"two"]:
+            expected = pytest.raises(RecordRefused) if len(value) > 1_000 else contextlib.nullcontext()
+            with expected:
+                async with writer.transaction() as transaction:
+                    transaction.send(stage.topic, value)
+                    transaction.keep("input", value[:3].hex())
+        assert writer.kept("input") == b"two".hex()
+    assert [message.value() for message in stage.read()] == [b"one", b"two"]
 
 
 async def test_transactions_side_by_side_are_one_after_the_other(stage, admin):
@@ -118,9 +153,10 @@ async def test_a_newer_writer_of_the_name_fences_the_older(stage, admin):
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     make = lambda: dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings)  # noqa: E731
     async with make() as older, make() as newer:
-        with pytest.raises(TaskMigrated):
-            async with older.transaction() as transaction:
-                transaction.send(stage.topic, b"older")
+        for _ in range(2):
+            with pytest.raises(TaskMigrated):
+                async with older.transaction() as transaction:
+                    transaction.send(stage.topic, b"older")
         async with newer.transaction() as transaction:
             transaction.send(stage.topic, b"newer")
     assert [message.value() for message in stage.read()] == [b"newer"]
@@ -160,10 +196,9 @@ async def test_a_stop_is_heard_while_no_broker_answers(stage, admin, monkeypatch
     async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
         monkeypatch.setattr(outbox, "DEADLINE_MS", 300)
         monkeypatch.setattr(writer._wire, "bounds", silent)
-        monkeypatch.setattr(writer._outbox, "_unsure", True)
         monkeypatch.setattr(writer._outbox, "_stopped", lambda: True)
         with pytest.raises(BrokerUnavailable, match="stopped while no broker answered: topic"):
-            await writer._outbox.commit({}, {})
+            await writer._outbox._happened(CommitUnknown("no answer"))
 
 
 async def test_a_stop_is_heard_while_a_partition_is_offline(monkeypatch):
