@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from dedup.connect.database import STAGED, DatabaseConnection, FencedOffsets, Row, Table, make, make_staging
 from dedup.connect.fenced_consumer import FencedConsumer
@@ -57,6 +58,8 @@ class Work:
 
 
 Handle = Callable[[Work, list[Event]], None]
+_NOT_RUN: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+"""Tests for functions whose body does not run when they are called."""
 
 
 class IdempotentReader:
@@ -107,13 +110,17 @@ class IdempotentReader:
         an exception, the transaction is rolled back, and `run` raises the exception. If a transaction is not committed,
         the reader passes its events to ``handle`` again, so ``handle`` must have no side effects outside the database.
 
-        Raises InvariantBroken if an exception or a cancellation interrupted an earlier call; in this case, open a new
-        reader. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions that the reader
-        does not read. Raises TaskMigrated if another process has opened a reader with the same name.
+        Raises TypeError if ``handle`` is an async function or a generator, because nothing would run its body; the
+        events stay unseen. Raises InvariantBroken if an exception or a cancellation interrupted an earlier call; in
+        this case, open a new reader. Raises StateIncompatible if the topic was deleted or recreated, or has new
+        partitions that the reader does not read. Raises TaskMigrated if another process has opened a reader with the
+        same name.
         """
         consumer = self._consumer
         if consumer is None:
             raise InvariantBroken("this reader was not started; use it in an `async with` statement")
+        if any(refuses(handle) for refuses in _NOT_RUN):
+            raise self._not_run()
         if self._interrupted:
             raise InvariantBroken(
                 f"{self._name}: this reader was interrupted in the middle of a batch, and would skip records that were "
@@ -145,8 +152,18 @@ class IdempotentReader:
         stored = {bytes(tracking_id) for (tracking_id,) in rows}
         fresh = [event for tracking_id, event in first.items() if tracking_id in stored]
         if fresh:
-            handle(Work(connection), fresh)
+            result = cast("Callable[[Work, list[Event]], object]", handle)(Work(connection), fresh)
+            if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+                if inspect.iscoroutine(result):
+                    result.close()  # or else Python warns that it was never awaited
+                raise self._not_run()
         return len(fresh)
+
+    def _not_run(self) -> TypeError:
+        return TypeError(
+            f"{self._name}: `handle` is an async function or a generator, so calling it does not run its body. No "
+            f"event was marked as seen. Make it an ordinary function: `run` calls it in a thread, where it may block."
+        )
 
     def _events(self, source: TopicPartition, columns: Columns) -> list[Event]:
         found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)

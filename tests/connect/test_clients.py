@@ -360,6 +360,31 @@ async def test_a_reader_that_was_broken_off_does_not_go_on_behind_what_it_droppe
         assert await reader.run(count, until_end=True) == 2
 
 
+async def test_a_function_that_would_not_run_loses_no_event(stage, admin):
+    """Was: the coroutine was never awaited, but its events were marked as seen."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(1), event(2)])
+
+    async def coroutine(work, events):
+        count(work, events)
+
+    def generator(work, events):
+        yield count(work, events)
+
+    def handed_on(work, events):
+        return coroutine(work, events)
+
+    async with reader_of(stage) as reader:
+        for wrong in (coroutine, generator):
+            with pytest.raises(TypeError, match="Make it an ordinary function"):
+                await reader.run(wrong, until_end=True)
+        with pytest.raises(TypeError, match="No event was marked as seen"):
+            await reader.run(handed_on, until_end=True)
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 2
+
+
 async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     create_totals(stage)
