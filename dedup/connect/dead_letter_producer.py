@@ -132,7 +132,8 @@ class DeadLetterProducer:
         if not offsets:
             return found
         own = f"{state.source.topic}/{state.source.partition}/".encode()
-        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, state.target.topic))
+        check = await TopicCheck.of(self._wire, state.target.topic)
+        reader = TopicReader(self._wire, check, after_loss="a restart reads the records that are left.")
         await reader.begin(state.target, FROM_START)
         while not reader.at_end:
             for answer in await reader.poll():

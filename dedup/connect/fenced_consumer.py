@@ -27,9 +27,12 @@ log: Final = logging.getLogger(__name__)
 class TopicReader:
     """Reads partitions of a topic, starting at given offsets."""
 
-    def __init__(self, wire: KafkaWire, check: TopicCheck, *, gather_ms: int = 0) -> None:
+    def __init__(self, wire: KafkaWire, check: TopicCheck, *, after_loss: str, gather_ms: int = 0) -> None:
+        """Error messages about records that retention or a truncation has removed end with ``after_loss``."""
         self._wire: Final = wire
-        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
+        self._fetcher: Final = FeedFetcher(
+            wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms, after_truncation=after_loss, after_deletion=after_loss
+        )
         self._next: Final[dict[TopicPartition, int]] = {}
         """Maps each partition to the offset after the last record that `poll` returned. The fetcher may read ahead."""
         self._ends: Final[dict[TopicPartition, int]] = {}
@@ -60,6 +63,15 @@ class TopicReader:
         self._fetcher.forget()
 
 
+def _after_loss(reader: str, topic: str) -> str:
+    # A restart compares no leader epochs, so after a truncation it would pass over the records before its position.
+    return (
+        f"to go on at the oldest record that is left, first delete the row of reader {reader!r}, topic {topic!r}, and "
+        f"this partition (column `part`) from the table {OFFSETS}, and then start again. Records that were read before "
+        f"and are read again change nothing."
+    )
+
+
 class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
@@ -85,10 +97,14 @@ class FencedConsumer:
         self._check: Final = TopicCheck(
             wire,
             {topic.name: TopicNow(topic.topic_id, topic.partitions)},
-            after_growth="A restart reads the new partitions, too.",
+            after_growth=f"A restart reads the new partitions, too, except where `dedup sink --partitions` names the "
+            f"partitions: add those from {topic.partitions} on to the option of one process, or start another process "
+            f"for them, or else nobody reads them.",
             remedy="A restart says how to continue.",
         )
-        self.records: Final = TopicReader(wire, self._check, gather_ms=gather_ms)
+        self.records: Final = TopicReader(
+            wire, self._check, after_loss=_after_loss(reader, topic.name), gather_ms=gather_ms
+        )
         self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
         self._thread: Final = ThreadPoolExecutor(1, "database")
 

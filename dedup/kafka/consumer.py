@@ -47,6 +47,8 @@ _GROWN: Final = (
     "number of partitions, and says if the output needs more partitions first."
 )
 _RESET: Final = "Start over with `dedup reset`."
+_AFTER_TRUNCATION: Final = "start over with `dedup reset --to` a time before the truncation."
+_AFTER_DELETION: Final = "`dedup reset --to earliest` accepts the loss."
 
 
 class TopicCheck:
@@ -234,8 +236,22 @@ class Answer(NamedTuple):
 class FeedFetcher:
     """Fetches the partitions that feed a worker's tasks, and identifies their topics by topic ID."""
 
-    def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
+    def __init__(
+        self,
+        wire: KafkaWire,
+        check: TopicCheck,
+        *,
+        wait_ms: int,
+        gather_ms: int = 0,
+        after_truncation: str = _AFTER_TRUNCATION,
+        after_deletion: str = _AFTER_DELETION,
+    ) -> None:
+        """Error messages about a log that was truncated end with ``after_truncation``, and those about a position that
+        retention has deleted with ``after_deletion``.
+        """
         self._wire: Final = wire
+        self._after_truncation: Final = after_truncation
+        self._after_deletion: Final = after_deletion
         self._check: Final = check
         """Tells whether a topic that is unknown to a broker was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
@@ -418,13 +434,13 @@ class FeedFetcher:
                 f"{place} was read up to offset {reading.position}, but its leader holds other records from offset "
                 f"{part.parts_at} on: the log was truncated there and filled again, as happens after an unclean leader "
                 f"election or when a broker loses its disk. Nothing was skipped, and nothing after the truncation was "
-                f"judged. Start over with `dedup reset --to` a time before the truncation."
+                f"read: {self._after_truncation}"
             )
         if code == _OUT_OF_RANGE:
             raise StateIncompatible(
                 f"{place} no longer holds offset {reading.position}, which is to be read next: retention "
-                f"deleted records before they were judged. Nothing was skipped. Lengthen `retention.ms` of the topic; "
-                f"`dedup reset --to earliest` accepts the loss."
+                f"deleted records before they were read. Nothing was skipped. Lengthen `retention.ms` of the topic; "
+                f"{self._after_deletion}"
             )
         if code in OTHER_TOPIC:
             await self._check.look()

@@ -12,6 +12,7 @@ from dedup.kafka.requests import FetchedPartition
 from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
 
 OLD, NEW = TopicPartition("in", 0), TopicPartition("in", 1)
+AFTER = ("after_truncation", "after_deletion")
 IDS = {"in": TopicNow("0123456789abcdef" * 2, 2)}
 
 
@@ -177,6 +178,22 @@ async def test_a_log_that_parts_from_what_was_read_is_refused():
     with pytest.raises(StateIncompatible, match="holds other records from offset 4 on"):
         await fetcher.poll([OLD])
     fetcher.forget()
+
+
+@pytest.mark.parametrize("gone", [{"parts_at": 4}, {"code": 1}], ids=["truncated", "deleted"])
+async def test_whoever_reads_says_how_to_go_on_without_the_records_that_are_gone(gone):
+    """Was: `dedup sink`, whose offsets are in a database, named `dedup reset`, which resets the worker."""
+    for says, given in [("`dedup reset --to", {}), ("delete the row", dict.fromkeys(AFTER, "delete the row"))]:
+        wire = Answering(*[part(**gone)] * MOST_DOUBTS)
+        fetcher = FeedFetcher(wire, TopicCheck(wire, IDS), wait_ms=1, **given)
+        fetcher.begin(OLD, 5, leader_epoch=2)
+        wire.go.set()
+        for _ in range(MOST_DOUBTS - 1):
+            assert await fetcher.poll([OLD]) == []
+        with pytest.raises(StateIncompatible, match=says) as why:
+            await fetcher.poll([OLD])
+        assert ("dedup reset" in str(why.value)) == (not given)
+        fetcher.forget()
 
 
 async def test_an_epoch_that_compaction_has_removed_does_not_part_the_logs():
