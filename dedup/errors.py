@@ -121,6 +121,14 @@ class CommitUnknown(TaskMigrated):
     """A transactional request got no response, so only a new task can find out whether the request took effect."""
 
 
+class ProducerForgotten(TaskMigrated):
+    """The coordinator does not know the producer ID: it was idle for too long, or another process has taken over.
+
+    A caller that makes sure that no other process has taken over may begin a new epoch, as after CommitUnknown. Every
+    other caller must act as after TaskMigrated.
+    """
+
+
 class TaskCorrupted(DedupError):
     """A task's local store is damaged, so the caller must delete it and restore it from the changelog."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from dedup.connect.fenced_consumer import FROM_START, TopicReader
 from dedup.connect.transactional_outbox import PAUSE_S
-from dedup.errors import BrokerUnavailable, CommitUnknown
+from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.outage_lines import AWAY
@@ -175,7 +175,7 @@ class DeadLetterProducer:
                 lines = map(_line, records)
                 state.session.add(fill(state.target, lines, compression=compression, most_bytes=most_bytes))
                 await state.session.commit({state.source: Position(end)})
-            except CommitUnknown as unknown:
+            except (CommitUnknown, ProducerForgotten) as unknown:
                 log.warning("%s", unknown, extra=AWAY)
                 state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
                 if not offsets <= state.sent:

@@ -22,6 +22,7 @@ from dedup.errors import (
     CommitUnknown,
     DedupError,
     InvariantBroken,
+    ProducerForgotten,
     RecordRefused,
     StateIncompatible,
     TaskMigrated,
@@ -123,6 +124,8 @@ class TransactionalOutbox:
         """Maps the name of each part of the source to its position after the last commit."""
         self._place: Final = TopicPartition(offsets_topic, 0)
         self._owner: _Owner | None = None
+        self._before: _Owner | None = None
+        """The owner before this process."""
         self._read_to = 0
         self._stopped: Final = stopped
         self._wire: Final = wire
@@ -150,6 +153,7 @@ class TransactionalOutbox:
         try:
             await self._session.open()
             await self._read()
+            self._before = self._owner
             self._refuse_other_output()
             await self._warn_if_sent_before()
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
@@ -219,7 +223,7 @@ class TransactionalOutbox:
                 # Topics are written by name. A topic that was created again lacks the records and positions so far.
                 await self._check.confirm()
                 await self._session.end()
-            except CommitUnknown as unknown:
+            except (CommitUnknown, ProducerForgotten) as unknown:
                 if await self._happened(unknown):
                     return
                 if pause_s and self._stopped():
@@ -237,8 +241,11 @@ class TransactionalOutbox:
             else:
                 return
 
-    async def _happened(self, unknown: CommitUnknown) -> bool:
-        """Return whether a commit that got no response took effect. Retries until a broker responds."""
+    async def _happened(self, unknown: CommitUnknown | ProducerForgotten) -> bool:
+        """Return whether a commit that got no response took effect. Retries until a broker responds.
+
+        Raises TaskMigrated, and begins no new epoch, if another process has taken over the source.
+        """
         log.warning("%s", unknown, extra=AWAY)
         return (await self._begin_epoch()).transaction == self._number
 
@@ -290,7 +297,7 @@ class TransactionalOutbox:
         await self._read(stable=stable)
         if self._owner is not None and self._owner.run == self._run:
             return self._owner
-        if self._number <= 1:
+        if self._number <= 1 and self._owner == self._before:
             return _Owner(self._run, 0)  # Before the first commit, the topic does not name this run.
         raise TaskMigrated(
             f"{self._session.transactional_id}: another process has taken over this source; this one stops. "

@@ -19,7 +19,8 @@ response is safe, because the first copy is no longer in flight and both copies 
 
 After a *missing response*, repeating a request is not safe, because a late EndTxn of version 1 could commit half of the
 next transaction. If a response is missing, the session raises `CommitUnknown`, and only a new InitProducerId reveals
-the outcome of the transaction.
+the outcome of the transaction. After error 49, the session raises `ProducerForgotten`, because the coordinator does not
+say whether the ID has expired or has another owner.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction.
 """
@@ -33,7 +34,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dedup import crashpoints
-from dedup.errors import BrokerUnavailable, CommitUnknown, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.errors import (
+    BrokerUnavailable,
+    CommitUnknown,
+    InvariantBroken,
+    ProducerForgotten,
+    RecordRefused,
+    TaskMigrated,
+)
 from dedup.kafka.record_batch import seal
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
@@ -55,6 +63,9 @@ AGAIN: Final = COORDINATOR_MOVED | {STILL_ENDING}
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
 FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
+# The coordinator forgets an ID that has had no transaction for `transactional.id.expiration.ms`. It also returns this
+# error to an owner whose successor got another producer ID.
+ID_MAPPING_LOST: Final = 49
 # Message too large, batch too large, invalid timestamp, invalid record.
 REFUSED: Final = frozenset({10, 18, 32, 87})
 TOO_LARGE: Final = frozenset({10, 18})
@@ -425,6 +436,11 @@ class Session:
 
     def _failed(self, name: str, code: int) -> Exception:
         answer = f"{self.transactional_id}: {name} answered {error_name(code)}"
+        if code == ID_MAPPING_LOST:
+            return ProducerForgotten(
+                f"{answer}. The cluster does not know this producer any more: it committed nothing for "
+                "`transactional.id.expiration.ms` (7 days by default), or another owner has the partition."
+            )
         if code in FENCED:
             return TaskMigrated(
                 f"{answer}. Another owner has the partition: another worker, or the same command run a second time. "

@@ -162,6 +162,43 @@ async def test_a_newer_writer_of_the_name_fences_the_older(stage, admin):
     assert [message.value() for message in stage.read()] == [b"newer"]
 
 
+FORGETS = {
+    "transactional.id.expiration.ms": "1000",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "100",
+}
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+async def test_a_writer_that_was_idle_for_too_long_goes_on_unless_another_has_its_name(stage, overtaken):
+    """Was: after 7 days without a record, a writer and `dedup ingest` stopped as if another process had taken over."""
+    with EmbeddedKafka(properties=FORGETS) as node:
+        admin_of(node.bootstrap).create_topic(stage.topic, 1, {"retention.ms": "-1"})
+        settings = stage.settings.model_copy(update={"brokers": (node.bootstrap,)})
+        make = lambda: dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=settings)  # noqa: E731
+
+        async def write(writer, value):
+            async with writer.transaction() as transaction:
+                transaction.send(stage.topic, value)
+                transaction.keep("last", value.decode())
+
+        def forgotten():
+            states = read_all(node.bootstrap, "__transaction_state")
+            return any(f"{stage.name}.writer.0".encode() in each.key() and each.value() is None for each in states)
+
+        async with make() as writer:
+            await write(writer, b"one")
+            await asyncio.to_thread(until, forgotten, "the coordinator has forgotten the writer")
+            if overtaken:
+                async with make() as newer:
+                    with pytest.raises(TaskMigrated, match="another process has taken over"):
+                        await write(writer, b"older")
+                    await write(newer, b"two")
+            else:
+                await write(writer, b"two")
+                assert writer.kept("last") == "two"
+        assert [message.value() for message in read_all(node.bootstrap, stage.topic)] == [b"one", b"two"]
+
+
 async def test_a_topic_that_is_not_there(stage):
     with pytest.raises(StateIncompatible, match="does not exist"):
         async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings):

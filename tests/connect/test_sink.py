@@ -23,7 +23,7 @@ from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecor
 from dedup.connect.postgres import PostgresConnection
 from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
-from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten, StateIncompatible, TaskMigrated
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
@@ -179,6 +179,34 @@ async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
     stop.set()
     with pytest.raises(BrokerUnavailable, match=r"stopped while no dead letter could be sent: no answer\. No row"):
         await asyncio.wait_for(sending, 5)
+
+
+async def test_a_sink_that_sent_no_dead_letter_for_a_week_sends_the_next_one(monkeypatch):
+    """Was: it stopped with TaskMigrated, as if another process had the partition, whose row it has locked."""
+    epochs, commits = [], []
+
+    class Idle:
+        async def open(self):
+            epochs.append(1)
+
+        async def commit(self, _offsets):
+            commits.append(1)
+            if not epochs:
+                raise ProducerForgotten("InvalidProducerIdMapping.")
+
+        def add(self, _batches):
+            pass
+
+    async def nothing(*_):
+        return set()
+
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]))
+    monkeypatch.setattr(sender, "_in_topic", nothing)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Idle())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    assert await sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]) == 1
+    assert (len(epochs), len(commits)) == (1, 2)
 
 
 async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline(monkeypatch):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dedup.errors import CommitUnknown, TaskMigrated
+from dedup.errors import CommitUnknown, ProducerForgotten, TaskMigrated
 from dedup.kafka import transactional_producer
 from dedup.kafka.record_batch import fill
 from dedup.kafka.transactional_producer import STILL_ENDING, Session
@@ -86,6 +86,23 @@ async def test_a_session_that_is_fenced_names_another_owner_and_speaks_of_no_wor
     ) as why:
         await fenced.commit({IN: Position(1)})
     assert "rejoins" not in str(why.value)
+
+
+@pytest.mark.parametrize("implicit", [False, True], ids=["version 1", "version 2"])
+async def test_a_session_that_was_idle_for_too_long_does_not_blame_another_owner(implicit):
+    """Was: after 7 idle days, it said that another worker, or the same command run a second time, has the partition."""
+    cluster = Cluster(implicit=implicit)
+    session = Session(PuttingOff(cluster, 0), "id", "group", timeout_ms=60_000)
+    await session.open()
+    session.add([rows(b"one")])
+    await session.commit({IN: Position(1)})
+    cluster._ids.clear()  # as a coordinator after `transactional.id.expiration.ms`
+    session.add([rows(b"two")])
+    with pytest.raises(ProducerForgotten, match=r"transactional\.id\.expiration\.ms") as why:
+        await session.commit({IN: Position(2)})
+    assert isinstance(why.value, TaskMigrated)
+    assert not isinstance(why.value, CommitUnknown), "a worker must rejoin, and not only build its task again"
+    await session.drop()
 
 
 async def test_small_batches_wait_for_the_commit_and_large_ones_do_not():
