@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -46,6 +47,13 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "tcp_user_timeout": 60_000,
 }
 """Connection parameters of libpq; a URL may contain others."""
+_DENIED: Final = re.compile(
+    r"authentication failed for user|no pg_hba\.conf entry|pg_hba\.conf rejects|is not permitted to log in|"
+    r'(?:role|database) "[^"]*" does not exist|permission denied for database|no password supplied'
+)
+"""While psycopg connects, its errors have no code, so only a server's English message says why it denies access."""
+_ATTEMPT: Final = "\n- host: "
+"""Begins the error of each attempt if psycopg has tried several addresses."""
 
 
 class PostgresConnection(DatabaseConnection):
@@ -142,9 +150,12 @@ class PostgresConnection(DatabaseConnection):
         text = f"{self._shown}: PostgreSQL says: {_message(error)}. Nothing was changed."
         if not isinstance(error, psycopg.OperationalError):
             return StateIncompatible(text)
-        # An error of class 28 or 3D means that the password or the database is wrong, so waiting does not help.
-        if (error.sqlstate or "")[:2] in {"28", "3D"}:
-            return StateIncompatible(f"{self._shown}: PostgreSQL denies access: {_message(error)}.")
+        denial = _denial(error)
+        if denial is not None:
+            return StateIncompatible(
+                f"{self._shown}: PostgreSQL denies access: {denial}. Correct the user, the password, or the database "
+                f"in `url`, or let the server admit this user; then start again."
+            )
         return DatabaseAway(f"{self._shown}: {_message(error)}")
 
 
@@ -165,6 +176,23 @@ def _refusal(error: psycopg.Error) -> RowsRefused | None:
             raised = type(error) is psycopg.DatabaseError and error.sqlstate is not None  # a code that the author chose
     # The text of a trigger may contain values of the row.
     return RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") if raised else None
+
+
+def _denial(error: psycopg.OperationalError) -> str | None:
+    """Return the server's message if no server of the URL admits the user, so that waiting does not help."""
+    if (error.sqlstate or "")[:2] in {"28", "3D"}:
+        return _message(error)
+    if error.sqlstate is not None:
+        return None
+    text = str(error)
+    hosts = {}
+    for attempt in text.split(_ATTEMPT)[1:] or [text]:
+        # A host may have several addresses, and the server may listen on one of them only. But of several hosts, one
+        # that does not respond may be the one that admits the user.
+        host = attempt.partition(", hostaddr: ")[0]
+        hosts[host] = hosts.get(host) or next((line for line in attempt.splitlines() if _DENIED.search(line)), None)
+    denials = list(hosts.values())
+    return denials[-1] if None not in denials else None
 
 
 def _message(error: psycopg.Error) -> str:

@@ -20,7 +20,8 @@ from dedup.cli.connectors import apply_tables
 from dedup.cli.main import create_app
 from dedup.connect.database import DatabaseAway, RowsRefused, Table, make_staging, shown, transaction
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord, _Partition
-from dedup.connect.postgres import PostgresConnection
+from dedup.connect.open_database import connect
+from dedup.connect.postgres import PostgresConnection, _denial
 from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten, StateIncompatible, TaskMigrated
@@ -556,6 +557,50 @@ async def test_a_database_that_is_away_is_waited_for(stage, admin, postgres):
     until(lambda: postgres_rows(postgres, count) == [(200,)], f"it goes on; log:\n{process.log}")
     assert "the database answers again" in process.log
     assert process.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("password", "password authentication failed for user"),
+        ("no password", "no password supplied"),
+        ("user", "authentication failed for user"),
+        ("database", 'database "nowhere" does not exist'),
+        ("no login", "is not permitted to log in"),
+    ],
+)
+def test_a_server_that_denies_access_is_not_waited_for(postgres, wrong, says):
+    """Was: waited for as if it did not answer, for ever if the password was changed while the sink ran."""
+    user, _, rest = postgres.removeprefix("postgresql://").partition(":")
+    password, _, place = rest.partition("@")
+    statement(postgres, "DROP ROLE IF EXISTS outsider")
+    statement(postgres, f"CREATE ROLE outsider NOLOGIN PASSWORD '{password}'")
+    url = {
+        "password": f"postgresql://{user}:wrong@{place}",
+        "no password": f"postgresql://{user}@{place}",
+        "user": f"postgresql://nobody:{password}@{place}",
+        "database": f"postgresql://{user}:{password}@{place.rpartition('/')[0]}/nowhere",
+        "no login": f"postgresql://outsider:{password}@{place}",
+    }[wrong]
+    with pytest.raises(StateIncompatible, match=f"PostgreSQL denies access: .*{says}.* Correct the user") as why:
+        connect(url)
+    assert password not in str(why.value)
+
+
+def test_a_host_that_does_not_answer_is_waited_for_though_another_denies_access():
+    refused = "- host: '{}', port: 5432, hostaddr: '{}': connection failed: {}"
+    no, down = 'FATAL:  no pg_hba.conf entry for host "10.0.0.9"', "Connection refused\n\tIs the server running?"
+    text = "{}\nMultiple connection attempts failed. All failures were:\n{}"
+
+    def denial(*attempts):
+        return _denial(
+            psycopg.OperationalError(
+                text.format(attempts[-1][2], "\n".join(refused.format(*each) for each in attempts))
+            )
+        )
+
+    assert denial(("primary", "10.0.0.1", down), ("standby", "10.0.0.2", no)) is None
+    assert "no pg_hba.conf entry" in denial(("localhost", "127.0.0.1", no), ("localhost", "::1", down))
 
 
 async def test_a_deadlock_is_tried_again(stage, admin, postgres):
