@@ -43,6 +43,10 @@ class DatabaseAway(Exception):
     """The database does not respond or is busy. If a commit was under way, its outcome is unknown."""
 
 
+class LockHeld(DatabaseAway):
+    """The database responds, but another session has held a lock for so long that the statement was canceled."""
+
+
 class RowsRefused(Exception):
     """The database rejects one of the given rows, and would reject it again if the statement were retried."""
 

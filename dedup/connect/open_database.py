@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
+from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, LockHeld, Row, RowsRefused, Table, shown
 from dedup.errors import DatabaseUnavailable, PackageMissing, Problem, SettingsError, StateIncompatible
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
@@ -178,31 +178,46 @@ class RetryingDatabase:
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
         """Run ``work``, and repeat it until the database responds. Return the result.
 
-        Raises DatabaseUnavailable if there is no response for ``within_s`` seconds, or if ``stopped`` returns True.
+        Raises DatabaseUnavailable if there is no response for ``within_s`` seconds, or if ``stopped`` returns True. To
+        wait for a lock that another session holds is no lack of a response.
         """
         deadline_s = time.monotonic() + within_s
-        pause_s = FIRST_PAUSE_S
+        pause_s, silent = FIRST_PAUSE_S, False
         while True:
             try:
                 if self._connection is None:
-                    connection = connect(self._url, read_only=self._read_only)
-                    try:
-                        self._prepare(connection)
-                    except BaseException:
-                        connection.close()
-                        raise
-                    self._connection = connection
-                    if pause_s > FIRST_PAUSE_S:
+                    self._connection = self._prepared()
+                    if silent:
                         log.info("the database answers again")
+                        silent = False
                 return work(self._connection)
+            except LockHeld as held:
+                self.close()
+                if self._stopped():
+                    raise DatabaseUnavailable(
+                        f"stopped while another session of the database held a lock: {held}. The next start continues "
+                        f"after the last commit."
+                    ) from held
+                log.warning("another session of the database holds a lock, waiting; nothing is lost: %s", held)
+                deadline_s = time.monotonic() + within_s
             except DatabaseAway as away:
                 self.close()
                 if self._stopped() or time.monotonic() > deadline_s:
                     text = f"the database does not answer: {away}. Start it, or correct `url`."
                     raise DatabaseUnavailable(text) from away
                 log.warning("the database does not answer, waiting; nothing is lost: %s", away)
+                silent = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _prepared(self) -> DatabaseConnection:
+        connection = connect(self._url, read_only=self._read_only)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def close(self) -> None:
         """Close the connection, if there is one."""

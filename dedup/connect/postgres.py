@@ -12,14 +12,13 @@ from psycopg import errors as pg
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
-from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
+from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, LockHeld, Row, RowsRefused, Table, shown
 from dedup.errors import StateIncompatible
 
 AWAY: Final = (
     psycopg.InterfaceError,
     pg.DeadlockDetected,
     pg.SerializationFailure,
-    pg.LockNotAvailable,
     pg.QueryCanceled,
     pg.AdminShutdown,
     pg.CrashShutdown,
@@ -47,6 +46,17 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "tcp_user_timeout": 60_000,
 }
 """Connection parameters of libpq; a URL may contain others."""
+_SESSION: Final = (
+    "SELECT set_config(name, ours, false) FROM pg_settings JOIN (VALUES ('lock_timeout', '30s'), "
+    "('tcp_keepalives_idle', '30'), ('tcp_keepalives_interval', '10'), ('tcp_keepalives_count', '3')) "
+    "AS wanted (name, ours) USING (name) WHERE source = 'default'"
+)
+"""Sets what neither the server's configuration nor the URL has set.
+
+If the host of this process loses its power in a transaction, the server keeps the locked rows until its keepalives end,
+by default for two hours. A successor waits for these locks, and must be able to say so, and to stop. PgBouncer refuses
+these settings when a connection starts, so they are set afterwards.
+"""
 _DENIED: Final = re.compile(
     r"authentication failed for user|no pg_hba\.conf entry|pg_hba\.conf rejects|is not permitted to log in|"
     r'(?:role|database) "[^"]*" does not exist|permission denied for database|no password supplied'
@@ -82,6 +92,11 @@ class PostgresConnection(DatabaseConnection):
             options: dict[str, Any] = {"autocommit": True, "prepare_threshold": None}
             self._connection = psycopg.connect(**options, **{**_DEFAULTS, **given})
         self._cursor = self._connection.cursor()
+        try:
+            self.execute(_SESSION)
+        except BaseException:
+            self._connection.close()
+            raise
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:
         return self._cursor.execute(sql.encode(), parameters or None)
@@ -139,6 +154,8 @@ class PostgresConnection(DatabaseConnection):
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except pg.LockNotAvailable as error:
+            raise LockHeld(f"{self._shown}: {_message(error)}") from error
         except AWAY as error:
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.Error as error:

@@ -518,7 +518,7 @@ def test_the_address_of_postgresql_may_say_how_long_to_wait(monkeypatch):
 
     def connected(**options):
         given.update(options)
-        return SimpleNamespace(cursor=lambda: None)
+        return SimpleNamespace(cursor=lambda: SimpleNamespace(execute=lambda *_: SimpleNamespace(rowcount=0)))
 
     monkeypatch.setattr("psycopg.connect", connected)
     PostgresConnection("postgresql://me@host/db?keepalives_idle=5&connect_timeout=3")

@@ -18,13 +18,20 @@ from typer.testing import CliRunner
 
 from dedup.cli.connectors import apply_tables
 from dedup.cli.main import create_app
-from dedup.connect.database import DatabaseAway, RowsRefused, Table, make_staging, shown, transaction
+from dedup.connect.database import DatabaseAway, LockHeld, RowsRefused, Table, make_staging, shown, transaction
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord, _Partition
-from dedup.connect.open_database import connect
+from dedup.connect.open_database import RetryingDatabase, connect
 from dedup.connect.postgres import PostgresConnection, _denial
 from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
-from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten, StateIncompatible, TaskMigrated
+from dedup.errors import (
+    BrokerUnavailable,
+    CommitUnknown,
+    DatabaseUnavailable,
+    ProducerForgotten,
+    StateIncompatible,
+    TaskMigrated,
+)
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
@@ -601,6 +608,52 @@ def test_a_host_that_does_not_answer_is_waited_for_though_another_denies_access(
 
     assert denial(("primary", "10.0.0.1", down), ("standby", "10.0.0.2", no)) is None
     assert "no pg_hba.conf entry" in denial(("localhost", "127.0.0.1", no), ("localhost", "::1", down))
+
+
+def test_a_session_waits_for_a_lock_and_for_a_lost_client_as_the_server_or_the_address_says(postgres):
+    """Was: after a power loss, the server kept the locks for two hours, and the successor waited without a word."""
+    statement(postgres, f"ALTER DATABASE {postgres.rpartition('/')[2]} SET tcp_keepalives_count = 7")
+    names = ("lock_timeout", "tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
+
+    def shown_by(url):
+        with contextlib.closing(connect(url)) as connection:
+            return [connection.query(f"SHOW {name}")[0][0] for name in names]
+
+    assert shown_by(postgres) == ["30s", "30", "10", "7"]
+    options = "?options=-c%20lock_timeout%3D0%20-c%20tcp_keepalives_idle%3D99"
+    assert shown_by(postgres + options) == ["0", "99", "10", "7"]
+
+
+def test_a_stop_is_heard_while_another_session_holds_the_row_of_a_partition(stage, admin, postgres):
+    """Was: waited without a word, deaf to SIGTERM; or given up after 30 s, as if the database did not answer."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1)])
+    asyncio.run(stage.sink(sinking(stage, postgres)))
+    file, environ = sink_file(stage, postgres + "?options=-c%20lock_timeout%3D100")
+    with psycopg.connect(postgres) as other:
+        other.execute("SELECT 1 FROM dedup_offsets FOR UPDATE")
+        process = stage.start("sink", file, environ=environ)
+        says = "another session of the database holds a lock, waiting; nothing is lost"
+        until(lambda: says in process.log, lambda: f"it says why it waits; log:\n{process.log}")
+        assert process.running
+        assert process.stop() == DatabaseUnavailable.exit_code
+        assert "stopped while another session of the database held a lock" in process.log
+        waits = stage.start("sink", file, log="waits", environ=environ)
+        until(lambda: says in waits.log, lambda: f"it waits, too; log:\n{waits.log}")
+    until(lambda: "partitions taken" in waits.log, lambda: f"it goes on; log:\n{waits.log}")
+    assert waits.stop() == 0
+
+
+def test_the_wait_for_a_lock_does_not_count_as_silence_of_the_database(tmp_path):
+    found = [LockHeld("lock timeout"), None]
+
+    def work(_connection):
+        error = found.pop(0)
+        if error is not None:
+            raise error
+        return "done"
+
+    assert RetryingDatabase(f"sqlite:///{tmp_path}/x.db").insist(work, within_s=-1) == "done"
 
 
 async def test_a_deadlock_is_tried_again(stage, admin, postgres):
