@@ -176,7 +176,7 @@ class DeadLetterProducer:
                 state.session.add(fill(state.target, lines, compression=compression, most_bytes=most_bytes))
                 await state.session.commit({state.source: Position(end)})
             except (CommitUnknown, ProducerForgotten) as unknown:
-                log.warning("%s", unknown, extra=AWAY)
+                log.warning("%s", unknown, extra=AWAY if isinstance(unknown, CommitUnknown) else None)
                 state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
                 if not offsets <= state.sent:
                     if pause_s:

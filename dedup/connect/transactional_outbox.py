@@ -246,7 +246,7 @@ class TransactionalOutbox:
 
         Raises TaskMigrated, and begins no new epoch, if another process has taken over the source.
         """
-        log.warning("%s", unknown, extra=AWAY)
+        log.warning("%s", unknown, extra=AWAY if isinstance(unknown, CommitUnknown) else None)
         return (await self._begin_epoch()).transaction == self._number
 
     async def _begin_epoch(self) -> _Owner:

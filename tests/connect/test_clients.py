@@ -41,6 +41,7 @@ from dedup.errors import (
 )
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import FeedFetcher
+from dedup.kafka.memory_wire import MemoryWire
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import NoAnswer
 from dedup.settings import Settings
@@ -197,6 +198,24 @@ async def test_a_writer_that_was_idle_for_too_long_goes_on_unless_another_has_it
                 await write(writer, b"two")
                 assert writer.kept("last") == "two"
         assert [message.value() for message in read_all(node.bootstrap, stage.topic)] == [b"one", b"two"]
+
+
+async def test_a_writer_that_is_overtaken_while_it_opens_does_not_fence_the_newer(monkeypatch):
+    wire, topic = MemoryWire(lambda: 0), Topic("x-source-offsets", "0" * 32, 1)
+    wire.create(topic)
+    settings = Settings(brokers=["localhost:1"])
+    make = lambda: outbox.TransactionalOutbox(wire, "x.writer.0", topic.name, settings, {topic.name: topic})  # noqa: E731
+    older, newer = make(), make()
+
+    async def overtaken():
+        wire._ids["x.writer.0"].producer_id += 1_000  # as after the last epoch of a producer ID, or after its expiry
+        await newer.open()
+
+    monkeypatch.setattr(older, "_warn_if_sent_before", overtaken)
+    with pytest.raises(TaskMigrated, match="another process has taken over"):
+        await older.open()
+    await newer.commit({}, {"input": b"1"})
+    assert newer.positions == {"input": b"1"}
 
 
 async def test_a_topic_that_is_not_there(stage):
