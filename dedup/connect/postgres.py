@@ -202,7 +202,7 @@ def _denial(error: psycopg.OperationalError) -> str | None:
     if error.sqlstate is not None:
         return None
     text = str(error)
-    hosts = {}
+    hosts: dict[str, str | None] = {}
     for attempt in text.split(_ATTEMPT)[1:] or [text]:
         # A host may have several addresses, and the server may listen on one of them only. But of several hosts, one
         # that does not respond may be the one that admits the user.
