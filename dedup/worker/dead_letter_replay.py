@@ -189,6 +189,8 @@ class Replay:
     done: Replayed = field(init=False, default_factory=Replayed)
     refused: dict[TopicPartition, dict[int, str]] = field(init=False, default_factory=dict)
     """Maps each partition to a mapping from the offset of each refused record to the reason for the refusal."""
+    single: set[TopicPartition] = field(init=False, default_factory=set)
+    """The partitions whose records are sent in batches of one record."""
     told: dict[str, str] = field(init=False, default_factory=dict)
     """Maps the position of each unsent record to the reason, so a repeated attempt reports no record twice."""
 
@@ -284,10 +286,12 @@ class Replay:
                 if unknown > _MOST_UNKNOWN:
                     raise
             except RecordRefused as refused:
-                # From now on, each batch contains one record, so that the response identifies a refused record.
-                found = self.refused.setdefault(side, {})
-                if len(refused.rows) == 1:
-                    found[refused.rows[0]] = _why_refused(refused)
+                named = _why_refused(refused)
+                self.refused.setdefault(side, {}).update(named)
+                if not named:
+                    # A broker names no records if a batch is too large (KIP-467), so from now on, each batch contains
+                    # one record.
+                    self.single.add(side)
             else:
                 return
 
@@ -333,7 +337,7 @@ class Replay:
 
     async def _send(self, session: Session, side: TopicPartition, found: Chosen) -> None:
         """Send the records of one fetch, and commit the transaction."""
-        single = 1 if side in self.refused else None
+        single = 1 if side in self.single else None
         compression = self.settings.topics.compression
         for target, part in sorted(found.lines.items()):
             session.add(fill(target, part, compression=compression, most_rows=single))
@@ -414,10 +418,14 @@ class Replay:
         return TopicPartition(output, partitions([key], count)[0])
 
 
-def _why_refused(refused: RecordRefused) -> str:
-    """Return why the target topic refuses the only record that the error names."""
-    why = refused.reasons.get(refused.rows[0], "larger than its max.message.bytes" if refused.too_large else "")
-    return f"its target topic refuses it ({why})" if why else "its target topic refuses it"
+def _why_refused(refused: RecordRefused) -> dict[int, str]:
+    """Return, for each record that the refusals of a transaction name, why its target topic refuses it."""
+    named: dict[int, str] = {}
+    for each in (refused, *refused.also):
+        unsaid = "larger than its max.message.bytes" if each.too_large else ""
+        whys = each.reasons or (dict.fromkeys(each.rows, unsaid) if len(each.rows) == 1 else {})
+        named |= {row: "its target topic refuses it" + (f" ({why})" if why else "") for row, why in whys.items()}
+    return named
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:

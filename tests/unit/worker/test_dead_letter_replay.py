@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dedup.errors import CommitUnknown, DedupError, TaskMigrated
 from dedup.kafka.consumer import Answer
-from dedup.kafka.record_batch import Columns
+from dedup.kafka.memory_wire import MemoryWire
+from dedup.kafka.record_batch import Columns, Header
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import CommittedOffset, LogBounds, TopicPartition
 from dedup.settings import Settings
@@ -150,3 +151,64 @@ async def test_only_a_replay_that_is_fenced_is_told_of_another_one(
     else:
         assert str(raised.value).startswith("another `dedup replay` of 't' has taken over out.dead-letter/0. This one")
         assert "worker" not in str(raised.value)
+
+
+class CountingWire(MemoryWire):
+    """Counts the epochs, and takes replay marks."""
+
+    opened = 0
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, Any]:
+        self.opened += 1
+        return await super().init_producer_id(transactional_id, timeout_ms)
+
+    async def ask_group(self, _group: str, _request: object, _codes: object) -> tuple[int, Any]:
+        return 0, None
+
+
+class Fetcher:
+    """Reads up to 600 letters at once from the memory wire."""
+
+    def __init__(self, wire: MemoryWire, _check: object, *, wait_ms: int) -> None:
+        del wait_ms
+        self.wire, self.at = wire, 0
+
+    def begin(self, _side: TopicPartition, offset: int) -> None:
+        self.at = offset
+
+    async def poll(self, sides: list[TopicPartition]) -> list[Answer]:
+        found, begun = self.wire.read(sides[0], 0), self.at
+        self.at = min(begun + 600, len(found.offsets))
+        part = Columns()
+        for name in ("offsets", "timestamps_ms", "keys", "values", "headers"):
+            getattr(part, name).extend(getattr(found, name)[begun : self.at])
+        return [Answer(sides[0], part, begun, self.at, cast("Any", None), -1, 0)]
+
+    def forget(self) -> None:
+        pass
+
+
+async def test_a_thousand_refused_letters_cost_no_epoch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = CountingWire(lambda: 0)
+    source = Topic("in", "1", 1, {"max.message.bytes": "1000"})
+    letters = Topic(SIDE.topic, "2", 1)
+    for topic in (source, letters):
+        wire.create(topic)
+    headers: list[Header] = [("dedup-reason", b"r"), ("dedup-detail", b"d"), ("dedup-source", b"in/0/7")]
+    headers.append(("dedup-timestamp", b"1"))
+    values = [b"small" if row in {500, 1_100} else bytes(2_000) for row in range(1_200)]
+    for row, value in enumerate(values):
+        wire.append(SIDE, [(row, 0, None, value, headers)])
+    monkeypatch.setattr("dedup.worker.dead_letter_replay.FeedFetcher", Fetcher)
+    made = replay()
+    made.cluster = Cluster({"in": source, SIDE.topic: letters})
+    made.wire = cast("Any", wire)
+    made.settings = made.settings.model_copy(
+        update={"topics": made.settings.topics.model_copy(update={"compression": "none"})}
+    )
+    done = await made.run()
+    assert (done.sent, len(done.left)) == (2, 1_198)
+    assert all("larger than its max.message.bytes" in sentence for sentence in done.left)
+    # One epoch for a batch whose letters are not named, one for each fetch with refused letters, and one for the rest.
+    assert wire.opened <= 4
+    assert wire.read(TopicPartition("in", 0), 0).values == [b"small", b"small"]
