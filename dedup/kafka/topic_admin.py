@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, NodeNotReadyError, for_code
 from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 LOOK_AGAIN_S: Final = 0.1
 _ALREADY_EXISTS: Final = 36
+_NO_CONTROLLER: Final = frozenset({7, 41})
+"""Error codes for a request that the controller did not answer in time, or that went to a former controller."""
 _NON_EMPTY: Final = 68
 _NOT_FOUND: Final = 69
 PAUSE_MS: Final = 100
@@ -110,12 +112,13 @@ class Admin:
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists."""
+        """Return the named topics that exist, including their IDs and the configs that `READ_CONFIGS` lists.
+
+        Raises BrokerUnavailable if no broker answers within `patience_ms`, or if a broker rejects the request.
+        """
         request = metadata_request(sorted(set(names)))
-        try:
-            answer = await self._client._send_request(sendable(request))  # noqa: SLF001  # the client has no request for topic IDs
-        except KafkaError as error:
-            raise BrokerUnavailable(f"the broker did not describe topics: {error!r}") from error
+        # The client has no request for topic IDs.
+        answer = await self._insist("describing topics", lambda: self._client._send_request(sendable(request)))  # noqa: SLF001
         found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         for code, name, topic_id, _, partitions, *_rest in answer.topics:
             if code not in {0, UNKNOWN_TOPIC}:
@@ -153,11 +156,8 @@ class Admin:
             return {}
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, dict.fromkeys(READ_CONFIGS, "")) for name in names]
         found: dict[str, dict[str, str]] = {}
-        try:
-            answers = await self._client.describe_configs(resources)
-        except KafkaError as error:
-            raise BrokerUnavailable(f"the broker did not describe the configs of topics: {error!r}") from error
-        for answer in answers:
+        what = "describing the configs of topics"
+        for answer in await self._insist(what, lambda: self._client.describe_configs(resources)):
             for code, _, _, name, entries in answer.resources:
                 # Without permission to describe the configs, defaults are assumed.
                 if code == 0:
@@ -165,7 +165,10 @@ class Admin:
         return found
 
     async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
-        """Create the missing topics, and return their names. Raises BrokerUnavailable if the broker rejects a topic."""
+        """Create the missing topics, and return their names.
+
+        Raises BrokerUnavailable if no controller answers within `patience_ms`, or if the broker rejects a topic.
+        """
         if not topics:
             return []
         wanted: list[Any] = [
@@ -173,24 +176,73 @@ class Admin:
             for topic in topics
         ]
         request = CreateTopicsRequest_v4(wanted, self._connection.request_timeout_ms, False)  # noqa: FBT003  # positional protocol fields
-        # The client's own `create_topics` does not accept -1, which means the brokers' default.
-        answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
-        made: list[str] = []
-        for name, code, *rest in answer.topic_errors:
-            if code == 0:
-                made.append(name)
-            elif code != _ALREADY_EXISTS:
-                raise _refused(f"creating topic {name!r}", code, str(rest[0]) if rest else "")
-        return made
+        created = {0}
+
+        async def ask() -> list[str]:
+            await self._find_controller()
+            try:
+                # The client's own `create_topics` does not accept -1, which means the brokers' default.
+                answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
+                made: list[str] = []
+                for name, code, *rest in answer.topic_errors:
+                    if code in created:
+                        made.append(name)
+                    elif code != _ALREADY_EXISTS:
+                        raise _failed(f"creating topic {name!r}", code, str(rest[0]) if rest else "")
+            except (KafkaError, OSError):
+                # This attempt may have created topics, which the next one then finds.
+                created.add(_ALREADY_EXISTS)
+                raise
+            return made
+
+        return await self._insist(f"creating topics {', '.join(topic.name for topic in topics)}", ask)
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete the named topics that exist. Raises BrokerUnavailable if the broker refuses to delete a topic."""
+        """Delete the named topics that exist.
+
+        Raises BrokerUnavailable if no controller answers within `patience_ms`, or if the broker refuses to delete a
+        topic.
+        """
         if not names:
             return
-        answer = await self._client.delete_topics(list(names))
-        for name, code in answer.topic_error_codes:
-            if code not in {0, UNKNOWN_TOPIC}:
-                raise _refused(f"deleting topic {name!r}", code)
+
+        async def ask() -> None:
+            await self._find_controller()
+            answer = await self._client.delete_topics(list(names))
+            for name, code in answer.topic_error_codes:
+                if code not in {0, UNKNOWN_TOPIC}:
+                    raise _failed(f"deleting topic {name!r}", code, "")
+
+        await self._insist(f"deleting topics {', '.join(names)}", ask)
+
+    async def _find_controller(self) -> None:
+        """Raise NodeNotReadyError if the brokers name no controller, which the client would not find out."""
+        client = self._client._client  # noqa: SLF001  # the admin client has no public API for this
+        if client.cluster.controller is None:
+            await client.force_metadata_update()
+        if client.cluster.controller is None:
+            raise NodeNotReadyError("the brokers name no controller")
+
+    async def _insist(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an idempotent request until it is answered, and return the answer.
+
+        Raises BrokerUnavailable after `patience_ms`, or after an error that does not pass.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._connection.patience_ms / 1000
+        while True:
+            try:
+                return await ask()
+            except (KafkaError, OSError) as error:  # TimeoutError is an OSError
+                passes = error.retriable if isinstance(error, KafkaError) else True
+                if not passes or loop.time() >= deadline_s:
+                    raise BrokerUnavailable(
+                        f"{what} failed, because the brokers gave no usable answer: {error!r}. Check that all brokers "
+                        "and the controller are running; then run the command again."
+                    ) from error
+            await asyncio.sleep(LOOK_AGAIN_S)
+            # The request goes to another broker once the client knows that the first one is gone.
+            await self._client._client.force_metadata_update()  # noqa: SLF001
 
     async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
         """Delete each partition's records below the offset given for that partition (KIP-107)."""
@@ -199,11 +251,17 @@ class Admin:
             return
         try:
             await self._client.delete_records(wanted)
-        except KafkaError as error:
+        except (KafkaError, OSError) as error:
             raise BrokerUnavailable(
                 f"deleting records of {', '.join(sorted({tp.topic for tp in before}))} failed: {error!r}. "
                 f"Check that the principal may delete there."
             ) from error
+
+
+def _failed(what: str, code: int, why: str) -> Exception:
+    """Return the error for a code of the controller, which passes if another attempt may succeed."""
+    passing: Exception = for_code(code)(what)
+    return passing if code in _NO_CONTROLLER else _refused(what, code, why)
 
 
 def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiokafka.errors import NodeNotReadyError, TopicAuthorizationFailedError
 from aiokafka.protocol.commit import OffsetCommitRequest_v3
 
+from dedup.errors import BrokerUnavailable
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
-from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group
+from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Security
 
@@ -59,3 +62,97 @@ def test_partitions_without_a_leader_are_known() -> None:
 
     found = asyncio.run(topics())["letters"]
     assert (found.partitions, found.leaderless) == (4, (0, 2, 3))
+
+
+class Election:
+    """An admin client whose cluster has no controller for the first updates of the metadata, and then a silent one."""
+
+    def __init__(self, *codes: int | Exception, updates: int = 0) -> None:
+        self.codes = list(codes)
+        """What the controller answers to one request after the other; the last answer is repeated."""
+        self.updates = updates
+        """How many updates name no controller."""
+        self.asked = 0
+        self.cluster = SimpleNamespace(controller=None)
+        self._client = self
+
+    async def force_metadata_update(self) -> bool:
+        self.updates -= 1
+        self.cluster.controller = SimpleNamespace(nodeId=1) if self.updates < 0 else None
+        return True
+
+    async def _send_to_controller(self, _request: Any) -> Any:
+        assert self.cluster.controller.nodeId == 1
+        return self.answer()
+
+    def answer(self) -> Any:
+        self.asked += 1
+        code = self.codes[min(self.asked, len(self.codes)) - 1]
+        if isinstance(code, Exception):
+            raise code
+        return SimpleNamespace(topic_errors=[("letters", code, None)], topic_error_codes=[("letters", code)])
+
+    async def delete_topics(self, _names: list[str]) -> Any:
+        return await self._send_to_controller(None)
+
+    async def _send_request(self, _request: Any) -> Any:
+        self.answer()
+        return SimpleNamespace(topics=[])
+
+    async def describe_configs(self, _resources: list[Any]) -> list[Any]:
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+Call = Callable[[Admin], Awaitable[Any]]
+
+
+def create(admin: Admin) -> Awaitable[list[str]]:
+    return admin.create([WantedTopic("letters", 1, 1, {})])
+
+
+def delete(admin: Admin) -> Awaitable[None]:
+    return admin.delete(["letters"])
+
+
+def topics(admin: Admin) -> Awaitable[object]:
+    return admin.topics(["letters"])
+
+
+def asked_of(cluster: Election, call: Call, *, patience_ms: int) -> Any:
+    async def ask() -> Any:
+        admin = Admin(Connection(("localhost:1",), Security(), patience_ms=patience_ms))
+        admin._client = cast("Any", cluster)
+        return await call(admin)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("call", "answer"), [(create, ["letters"]), (delete, None), (topics, {})])
+def test_a_controller_that_dies_is_asked_again_once_there_is_another(call: Call, answer: object) -> None:
+    cluster = Election(TimeoutError(), NodeNotReadyError(), 0, updates=1)
+    assert asked_of(cluster, call, patience_ms=60_000) == answer
+    assert cluster.asked == 3
+
+
+@pytest.mark.parametrize("first", [TimeoutError(), 7, 41])
+def test_a_topic_that_an_unanswered_attempt_has_created_counts_as_created(first: int | Exception) -> None:
+    exists = 36
+    assert asked_of(Election(first, exists), create, patience_ms=60_000) == ["letters"]
+    assert asked_of(Election(exists), create, patience_ms=60_000) == []
+
+
+@pytest.mark.parametrize("call", [create, delete])
+@pytest.mark.parametrize("cluster", [Election(TimeoutError()), Election(41), Election(updates=1_000_000)])
+def test_a_cluster_without_a_controller_is_told_in_a_sentence(call: Call, cluster: Election) -> None:
+    with pytest.raises(BrokerUnavailable, match="Check that all brokers and the controller are running"):
+        asked_of(cluster, call, patience_ms=0)
+
+
+def test_a_refusal_is_not_repeated() -> None:
+    cluster = Election(TopicAuthorizationFailedError())
+    with pytest.raises(BrokerUnavailable, match="TopicAuthorizationFailed"):
+        asked_of(cluster, topics, patience_ms=60_000)
+    assert cluster.asked == 1
