@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from aiokafka.errors import KafkaError
+
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.topic_admin import Admin, Group, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import Position, TopicPartition
+from dedup.kafka.wire import NoAnswer, Position, TopicPartition
 from dedup.settings import Settings
 from dedup.store.changelog import TASK_RECORD_KEY, TaskRecord, encode_task_record
 from dedup.store.checkpoint_storage import CheckpointStorage
@@ -33,6 +35,7 @@ from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.task import SteadyClock
 from dedup.worker.topics import Cluster, known_names, missing_topics, state_topics
 
+_BEGUN: Final = "The reset has begun: run the same `dedup reset` again to complete it."
 MOST_ATTEMPTS: Final = 50
 _KNOWN_WITHIN_S: Final = 30.0
 LOOK_S: Final = 0.1
@@ -108,7 +111,7 @@ class Reset:
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
         """Delete the state, recreate the topics, and return the offsets that were set (none if ``to`` is None).
 
-        If `run` raises a DedupError after it has deleted something, the error says that the reset must be run again.
+        Once `run` has deleted something, every error says that the reset must be run again.
         """
         topology = self.topology
         await self.look()  # a worker may have joined the group in the meantime
@@ -118,16 +121,19 @@ class Reset:
         sources = [place for name in topology.source.topics for place in have[name].places]
         offsets = {} if to is None else {feeding: await first_offset(self.wire, feeding, to) for feeding in sources}
         await self._fence(have)
-        # The note is written after all workers have been fenced, so none of them can overwrite it.
         group = Group(self.wire, topology.name)
-        await group.delete()
-        await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
         try:
+            # The note is written after all workers have been fenced, so none of them can overwrite it.
+            await group.delete()
+            await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
             await self._start_over(doomed, left, wanted, offsets)
-        except (BrokerUnavailable, CommitUnknown, StateIncompatible, TaskMigrated) as error:
-            raise type(error)(
-                f"{error} The reset has begun: run the same `dedup reset` again to complete it."
-            ) from error
+        except DedupError as error:
+            error.args = (f"{error} {_BEGUN}",)
+            raise
+        except (KafkaError, NoAnswer, TimeoutError) as error:
+            raise BrokerUnavailable(f"the brokers gave no usable answer: {error!r}. {_BEGUN}") from error
+        except OSError as error:
+            raise DedupError(f"{error}. {_BEGUN}") from error
         return offsets
 
     async def _start_over(
@@ -200,7 +206,7 @@ class Reset:
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
-                raise BrokerUnavailable(f"topics {', '.join(names)} are {what}. Run `dedup reset` again.")
+                raise BrokerUnavailable(f"topics {', '.join(names)} are {what}.")
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
