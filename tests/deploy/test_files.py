@@ -33,6 +33,9 @@ CONFIG = ROOT / "config"
 KUBERNETES = CONFIG / "kubernetes"
 VERSIONS = ("1.29", "1.37")
 """The oldest and the newest Kubernetes that the manifests are checked against."""
+MAKES_PODS = re.compile(r"^kind: (StatefulSet|Deployment|DaemonSet|Job|CronJob|Pod)$", re.MULTILINE)
+POD_SPECS = [path for path in sorted(CONFIG.rglob("*.yaml")) if MAKES_PODS.search(path.read_text(encoding="utf-8"))]
+"""The manifests, and the templates of the chart, that make pods."""
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 USER = 10001
 
@@ -201,6 +204,13 @@ class TestKubernetes:
         (worker,) = load(KUBERNETES / "statefulset.yaml")["spec"]["template"]["spec"]["containers"]
         pages = {worker[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
         assert pages == OPEN_PAGES
+
+    @pytest.mark.parametrize("path", POD_SPECS, ids=lambda path: path.parent.name)
+    def test_a_service_of_a_similar_name_adds_no_variables_to_a_pod(self, path):
+        """Was: after the next restart, each worker refused DEDUP_..._SERVICE_HOST as an unknown setting."""
+        pods = path.read_text(encoding="utf-8").partition("\n  template:\n")[2]
+        assert "\n    spec:\n" in pods
+        assert "\n      enableServiceLinks: false\n" in pods
 
     def test_a_pod_has_no_root_no_capability_and_nothing_writable_but_its_volumes(self):
         spec = load(KUBERNETES / "statefulset.yaml")["spec"]["template"]["spec"]
