@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import signal
 import sys
@@ -173,6 +174,7 @@ def main() -> None:
             missing = PackageMissing("`dedup spark`", "spark")
             typer.echo(str(missing), err=True)
             sys.exit(missing.exit_code)
+    _escape_unknown_characters()
         if error.name not in _ONLY_WITH_JAVA:
             raise
         typer.echo(
@@ -212,3 +214,10 @@ def _options(
 
 if __name__ == "__main__":
     main()
+def _escape_unknown_characters() -> None:
+    """Make stdout and stderr escape characters that their encoding does not have, such as the arrow in Latin-1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+

@@ -112,6 +112,14 @@ def test_an_empty_place_is_refused(command, option):
     assert f"Invalid value for '{option}': is empty" in told(("spark", command, str(SIMPLEST), option, ""), 2)
 
 
+def test_a_character_that_the_encoding_of_the_output_does_not_have_is_escaped():
+    """Was: a traceback."""
+    chain = [str(ROOT / "topologies" / name) for name in ("chain-ingest.yaml", "chain.yaml")]
+    found = of_shell('PYTHONIOENCODING=latin-1 "${D[@]}" check "$1" "$2"', *chain)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert r" \u2192 table " in found.stdout
+
+
 def test_a_schema_whose_name_holds_a_nul_is_a_mistake_in_the_file(tmp_path):
     """Was: a traceback."""
     file = tmp_path / "nul.yaml"
