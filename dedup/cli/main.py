@@ -78,10 +78,18 @@ _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
+_ID: Final = "ID"
+
 _OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  # the type is Typer's own context class
+        written, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if not written.get("help"):
+            _refuse_empty(ctx, self.get_params(ctx), written)
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
         return _for_readers(super().get_params(ctx))
 
@@ -89,6 +97,20 @@ class _Command(TyperCommand):
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401  # the type is Typer's own context class
         return _for_readers(super().get_params(ctx))
+
+
+def _refuse_empty(ctx: Any, parameters: list[Any], written: Mapping[str, Any]) -> None:  # noqa: ANN401  # as above
+    """Raise BadParameter if an option or an argument is empty, as an unset shell variable leaves it.
+
+    Otherwise, an empty path would stand for the working directory, and many an empty option for its default.
+    """
+    for parameter in parameters:
+        if parameter.metavar == _ID:
+            continue  # an ID may consist of spaces, and the commands refuse an empty one
+        value = written.get(parameter.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(each, str) and not each.strip() for each in values):
+            raise typer.BadParameter("is empty", ctx=ctx, param=parameter)
 
 
 def _for_readers(parameters: list[Any]) -> list[Any]:
@@ -152,6 +174,7 @@ def main() -> None:
     # kernel drops a SIGTERM to PID 1 if the process has no handler.
     signal.signal(signal.SIGTERM, _terminate)
     _open_closed_streams()
+    _escape_unknown_characters()
     quiet_logging()
     # NumPy's library for linear algebra, which dedup does not use, would start a thread per core and let it spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -174,7 +197,6 @@ def main() -> None:
             missing = PackageMissing("`dedup spark`", "spark")
             typer.echo(str(missing), err=True)
             sys.exit(missing.exit_code)
-    _escape_unknown_characters()
         if error.name not in _ONLY_WITH_JAVA:
             raise
         typer.echo(
@@ -190,6 +212,13 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # open until the process ends
+
+
+def _escape_unknown_characters() -> None:
+    """Make stdout and stderr escape characters that their encoding does not have, such as the arrow in Latin-1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _terminate(number: int, _frame: object) -> None:
@@ -214,10 +243,3 @@ def _options(
 
 if __name__ == "__main__":
     main()
-def _escape_unknown_characters() -> None:
-    """Make stdout and stderr escape characters that their encoding does not have, such as the arrow in Latin-1."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
-
-

@@ -9,13 +9,6 @@ import typer
 PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-def _named(value: str | list[str] | None) -> str | list[str] | None:
-    """Return the value of an option. Raises BadParameter if it is empty, as an unset shell variable leaves it."""
-    if any(not each.strip() for each in ([value] if isinstance(value, str) else value or ())):
-        raise typer.BadParameter("is empty")
-    return value
-
-
 MasterOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Spark master. Default: the master set by spark-submit, or this machine."),
@@ -31,16 +24,11 @@ EveryOption = Annotated[
     str, typer.Option(metavar="DURATION", help="How long to wait if there are no new records to append to the table.")
 ]
 DeltaOption = Annotated[
-    str | None,
-    typer.Option(callback=_named, metavar="PATH", help="Append the output topic to the Delta table at this path."),
+    str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
 ]
 IcebergOption = Annotated[
     str | None,
-    typer.Option(
-        callback=_named,
-        metavar="NAME",
-        help="Append the output topic to this Iceberg table; the name includes the catalog.",
-    ),
+    typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table; the name includes the catalog."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Do not show progress.")]
 ExitWhenDone = Annotated[
@@ -66,25 +54,17 @@ GrowingFormat = Annotated[
 """`dedup spark incremental` refuses the format `table`, with an error that says what to use instead."""
 Checkpoint = Annotated[
     str,
-    typer.Option(
-        callback=_named,
-        metavar="DIRECTORY",
-        help="Directory for Spark's checkpoint; each topology needs its own directory.",
-    ),
+    typer.Option(metavar="DIRECTORY", help="Directory for Spark's checkpoint; each topology needs its own directory."),
 ]
 MostOffsets = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of offsets per micro-batch.")]
 CommitRows = Annotated[int, typer.Option(min=1, metavar="N", help="Approximate number of records per transaction.")]
 OntoExistingOutput = Annotated[
     bool, typer.Option("--onto-existing-output", help="Let a new group write to an output topic that has records.")
 ]
-VerdictsPlace = Annotated[
-    str, typer.Option(callback=_named, metavar="PATH", help="Directory or Delta table for the verdicts.")
-]
+VerdictsPlace = Annotated[str, typer.Option(metavar="PATH", help="Directory or Delta table for the verdicts.")]
 HistoryInputs = Annotated[
     list[str] | None,
-    typer.Option(
-        "--input", callback=_named, metavar="PATH", help="Files, directories, or tables. Default: the source topics."
-    ),
+    typer.Option("--input", metavar="PATH", help="Files, directories, or tables. Default: the source topics."),
 ]
 VerdictsFormat = Annotated[
     Literal["parquet", "delta"], typer.Option(metavar="FORMAT", help="Format of the verdicts: parquet or delta.")
@@ -102,15 +82,10 @@ Repartitioned = Annotated[
 ]
 GrowingInputs = Annotated[
     list[str],
-    typer.Option(
-        "--input", callback=_named, metavar="PATH", help="Files, directories that receive new files, or a Delta table."
-    ),
+    typer.Option("--input", metavar="PATH", help="Files, directories that receive new files, or a Delta table."),
 ]
 VerdictsTable = Annotated[
-    str,
-    typer.Option(
-        callback=_named, metavar="PATH", help="Path of the Delta table for the verdicts; the first run creates it."
-    ),
+    str, typer.Option(metavar="PATH", help="Path of the Delta table for the verdicts; the first run creates it.")
 ]
 EndOfHistory = Annotated[
     str,
@@ -122,16 +97,11 @@ EndOfHistory = Annotated[
 ]
 SeedHistory = Annotated[
     list[str] | None,
-    typer.Option(
-        callback=_named,
-        metavar="PATH",
-        help="Files, directories, or tables with the history. Default: the source topics.",
-    ),
+    typer.Option(metavar="PATH", help="Files, directories, or tables with the history. Default: the source topics."),
 ]
 ChangelogRows = Annotated[int, typer.Option(min=1, metavar="N", help="Number of changelog records per transaction.")]
 SeededHistory = Annotated[
-    list[str] | None,
-    typer.Option(callback=_named, metavar="PATH", help="Files or tables that seeded the fleet, if any."),
+    list[str] | None, typer.Option(metavar="PATH", help="Files or tables that seeded the fleet, if any.")
 ]
 BeginOffsets = Annotated[
     str | None,
@@ -139,20 +109,15 @@ BeginOffsets = Annotated[
         "--from", metavar="OFFSETS", help="Offsets at which the fleet began, if the topics no longer show them."
     ),
 ]
-UpsertDelta = Annotated[str | None, typer.Option(callback=_named, metavar="PATH", help="Path of the Delta table.")]
+UpsertDelta = Annotated[str | None, typer.Option(metavar="PATH", help="Path of the Delta table.")]
 JdbcUrl = Annotated[
-    str | None,
-    typer.Option(callback=_named, metavar="URL", help="Database URL: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE."),
+    str | None, typer.Option(metavar="URL", help="Database URL: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
 ]
-JdbcTable = Annotated[
-    str | None, typer.Option(callback=_named, metavar="NAME", help="Name of the table in the database.")
-]
+JdbcTable = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the table in the database.")]
 JdbcUser = Annotated[str | None, typer.Option(metavar="NAME", help=f"Database user; set {PASSWORD} to the password.")]
 OutputInputs = Annotated[
     list[str] | None,
-    typer.Option(
-        "--input", callback=_named, metavar="PATH", help="Files, directories, or tables. Default: the output topic."
-    ),
+    typer.Option("--input", metavar="PATH", help="Files, directories, or tables. Default: the output topic."),
 ]
 TableSchema = Annotated[
     str | None,
@@ -167,9 +132,7 @@ TableOrder = Annotated[
 RejectedPath = Annotated[
     str | None,
     typer.Option(
-        callback=_named,
-        metavar="PATH",
-        help="Directory for records that cannot become rows; each run adds a subdirectory to it.",
+        metavar="PATH", help="Directory for records that cannot become rows; each run adds a subdirectory to it."
     ),
 ]
 OffsetsPerCommit = Annotated[int, typer.Option(min=1, metavar="N", help="Approximate number of offsets per commit.")]

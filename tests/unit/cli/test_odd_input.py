@@ -112,6 +112,22 @@ def test_an_empty_place_is_refused(command, option):
     assert f"Invalid value for '{option}': is empty" in told(("spark", command, str(SIMPLEST), option, ""), 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "parameter"),
+    [
+        (("checkpoint", str(SIMPLEST), "--to", ""), "--to"),
+        (("checkpoint", str(SIMPLEST), "--state-dir", ""), "--state-dir"),
+        (("broker", "--data-dir", ""), "--data-dir"),
+        (("verify", str(SIMPLEST), "--report", " "), "--report"),
+        (("run", str(SIMPLEST), "--config", ""), "--config"),
+        (("status", str(SIMPLEST), "--url", "http://a:1", "--url", ""), "--url"),
+        (("schemas", "export", str(SIMPLEST), ""), "DIRECTORY"),
+    ],
+)
+def test_an_empty_option_is_not_the_default_and_an_empty_path_is_not_the_working_directory(line, parameter):
+    assert f"Invalid value for '{parameter}': is empty" in told(line, 2)
+
+
 def test_a_character_that_the_encoding_of_the_output_does_not_have_is_escaped():
     """Was: a traceback."""
     chain = [str(ROOT / "topologies" / name) for name in ("chain-ingest.yaml", "chain.yaml")]
