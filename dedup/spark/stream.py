@@ -66,7 +66,7 @@ from dedup.spark.task_attempt import (
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.layout import alone
-from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_readable
+from dedup.worker.offsets import at_once, bounds_of, committed_offset, first_offset, first_readable, progress_within
 from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
@@ -185,7 +185,7 @@ async def prepared(
     """
     async with connected(settings, f"dedup-{topology.name}-spark") as wire:
         try:
-            async with asyncio.timeout(_PREPARE_WITHIN_S), Admin(wire.connection) as admin:
+            async with progress_within(_PREPARE_WITHIN_S), Admin(wire.connection) as admin:
                 fresh = await group_is_new(topology, wire, admin)
                 if fresh and not begun:
                     await refuse_used_output(topology, wire, admin, meant=onto_existing_output)
@@ -200,21 +200,22 @@ async def prepared(
 
 
 async def _with_positions(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> Prepared:
-    positions: dict[TopicPartition, int] = {}
-    unpinned: list[TopicPartition] = []
-    for name in dict.fromkeys((*topology.source.topics, *topology.feeding_topics)):
-        sub_topology = "dedup" if name in topology.feeding_topics else "repartition"
-        start = topology.source.start if name in topology.source.topics else "earliest"
-        for partition in range(cluster.topics[name].partitions):
-            place = TopicPartition(name, partition)
-            committed = await committed_offset(wire, topology.name, place)
-            kept = (await bounds_of(wire, place)).start
-            if committed is not None and committed < kept:
-                raise deleted_unjudged(TaskId(sub_topology, place), committed, kept)
-            positions[place] = committed if committed is not None else await first_offset(wire, place, start)
-            if committed is None and start != "earliest":
-                unpinned.append(place)
-    return Prepared(topology, settings, cluster, positions, tuple(unpinned))
+    async def found(place: TopicPartition) -> tuple[int, bool]:
+        """Return the start offset of a partition, and whether it is not committed and depends on the current time."""
+        committed = await committed_offset(wire, topology.name, place)
+        kept = (await bounds_of(wire, place)).start
+        if committed is not None and committed < kept:
+            sub_topology: SubTopology = "dedup" if place.topic in topology.feeding_topics else "repartition"
+            raise deleted_unjudged(TaskId(sub_topology, place), committed, kept)
+        start = topology.source.start if place.topic in topology.source.topics else "earliest"
+        offset = committed if committed is not None else await first_offset(wire, place, start)
+        return offset, committed is None and start != "earliest"
+
+    names = dict.fromkeys((*topology.source.topics, *topology.feeding_topics))
+    starts = await at_once(found, cluster.places(names))
+    positions = {place: offset for place, (offset, _) in starts.items()}
+    unpinned = tuple(place for place, (_, varies) in starts.items() if varies)
+    return Prepared(topology, settings, cluster, positions, unpinned)
 
 
 async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> list[TopicPartition]:

@@ -27,7 +27,7 @@ from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import UNAUTHORIZED, TopicNow, TopicPartition, Wire
 from dedup.settings import Settings
 from dedup.topology.model import Topology, auto_group_size
-from dedup.worker.offsets import PAUSE_MS, answered, bounds_of
+from dedup.worker.offsets import PAUSE_MS, answered, at_once, bounds_of, progressed
 from dedup.worker.task import SteadyClock
 from dedup.worker.topics import Cluster, known_names, missing_topics
 
@@ -38,6 +38,8 @@ _MOST_ATTEMPTS: Final = 50
 _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
 """The time in seconds that a starting worker waits for another process's change before it writes the layout itself."""
+_PATIENCE_PER_PARTITION_S: Final = 0.02
+"""The additional time for each partition, because a change that is interrupted by another one starts over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +220,18 @@ class LayoutChange:
         An existing layout with another number of partitions per transaction is left unchanged.
         """
         wanted, waited_s = self.topology.group_size, 0.0
+        patience_s = _PATIENCE_S + _PATIENCE_PER_PARTITION_S * sum(counts_of(self.topology, self.cluster).values())
         while self.topology.has_layout(wanted):
             found = await read_layout(self.wire, self.topology)
             if found.counts and found.changing_to != wanted:
                 return  # if it is not this worker's layout, `refuse_other_layout` says so
-            if not found.counts or waited_s >= _PATIENCE_S:
+            if not found.counts or waited_s >= patience_s:
                 with contextlib.suppress(TaskMigrated, CommitUnknown):
                     await self.run(wanted, unless_there=True)
                     return
             await self.wire.pause(_LOOK_AGAIN_MS)
             waited_s += _LOOK_AGAIN_MS / 1000
+            progressed()
 
     async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
         """Put ``partitions`` partitions into each transaction; afterward, no worker with the old layout can commit.
@@ -255,10 +259,13 @@ class LayoutChange:
 
     async def fence(self, layout: Layout, *sizes: int) -> None:
         """Fence all owners that use ``layout`` or a group size in ``sizes``, and end their transactions."""
+
+        async def fence(transactional_id: str) -> None:
+            await self._session(transactional_id).open()
+            crashpoints.reached("after_fence")
+
         for size in sorted({layout.partitions, layout.changing_to or layout.partitions, *sizes}):
-            for transactional_id in transactional_ids(self.topology, self.cluster, size):
-                await self._session(transactional_id).open()
-                crashpoints.reached("after_fence")
+            await at_once(fence, transactional_ids(self.topology, self.cluster, size))
 
     def _session(self, transactional_id: str) -> Session:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms)

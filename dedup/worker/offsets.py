@@ -6,8 +6,11 @@ is recreated, its old offsets would point to different records.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Final, Literal, TypeVar, assert_never
 
@@ -28,7 +31,11 @@ from dedup.kafka.wire import (
 PAUSE_MS: Final = 50
 _FETCH_BYTES: Final = 1 << 16
 Start = Literal["earliest", "latest"] | int
+K = TypeVar("K")
 T = TypeVar("T")
+MOST_AT_ONCE: Final = 32
+"""The number of partitions or transactional IDs that are asked about at the same time."""
+_PROGRESSED: Final[ContextVar[Callable[[], None]]] = ContextVar("progressed", default=lambda: None)
 _FEEDING: Final = "feeding"
 CHANGELOG: Final = "changelog"
 RESETTING: Final = "dedup-reset-in-progress"
@@ -42,7 +49,55 @@ async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
 
 async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
     """Return the high watermark of each partition."""
-    return {partition: (await bounds_of(wire, partition)).end for partition in partitions}
+    return {place: bounds.end for place, bounds in (await at_once(partial(bounds_of, wire), partitions)).items()}
+
+
+async def at_once(ask: Callable[[K], Awaitable[T]], keys: Iterable[K], *, most: int = MOST_AT_ONCE) -> dict[K, T]:
+    """Call ``ask`` for each key, for at most ``most`` keys at the same time, and return the results by key.
+
+    Raises the first error that a call raises; no call is running afterward.
+    """
+    slots = asyncio.Semaphore(most)
+
+    async def asked(key: K) -> T:
+        async with slots:
+            found = await ask(key)
+        progressed()
+        return found
+
+    calls = {key: asyncio.ensure_future(asked(key)) for key in keys}
+    try:
+        return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
+    finally:
+        for call in calls.values():
+            call.cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def progress_within(seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError if the ``with`` block takes longer, counted anew from each call of `progressed`.
+
+    `at_once` calls it for each key, so a topology may have any number of partitions, but a partition that nobody
+    answers for is still found out.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(seconds) as limit:
+
+        def begin_anew() -> None:
+            with suppress(RuntimeError):  # the time is up
+                limit.reschedule(loop.time() + seconds)
+
+        token = _PROGRESSED.set(begin_anew)
+        try:
+            yield
+        finally:
+            _PROGRESSED.reset(token)
+
+
+def progressed() -> None:
+    """Let the surrounding `progress_within`, if there is one, count its time anew."""
+    _PROGRESSED.get()()
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:

@@ -30,7 +30,7 @@ from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_w
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import unexpired
 from dedup.topology.model import Topology
-from dedup.worker.offsets import answered, bounds_of, committed_offset, committed_position, refuse_other_topics
+from dedup.worker.offsets import answered, at_once, bounds_of, committed_offset, committed_position, refuse_other_topics
 from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ FETCH_BYTES: Final = 1 << 20
 objects do not fit into the processor's cache, and other tasks wait during a step.
 """
 WAIT_MS: Final = 500
+_SEARCHES_AT_ONCE: Final = 4
+"""The number of changelogs searched at the same time. A fetch behind an open transaction takes `WAIT_MS`, during which
+later fetches from the same broker wait.
+"""
 MOST_LOOKS: Final = 20
 _LOOK_AGAIN_MS: Final = 500
 """How many times a restore looks again for records that must be in the changelog, and the pause before each attempt."""
@@ -355,7 +359,7 @@ class LostOffsets:
             return
         topics = self.topology.source.topics
         feeds = [Feed(topics.index(place.topic), place.partition) for place in self.cluster.places(topics)]
-        missing = [feed for feed in feeds if await self._has_none(feed)]
+        missing = [feed for feed, none in (await at_once(self._has_none, feeds)).items() if none]
         read = await self._read_feeds() if missing else set()
         # Meanwhile, another worker may have read the first record of a partition that was empty until now. The markers
         # of that worker's transaction reach the changelog and the group's offsets in any order.
@@ -378,8 +382,9 @@ class LostOffsets:
     async def _read_feeds(self) -> set[Feed]:
         """Return the source partitions that have judged records according to the task records."""
         changelogs = self.cluster.topics[self.topology.changelog_topic].places
-        records = [await last_task_record(self.wire, changelog, stable=False) for changelog in changelogs]
-        feeds = [feed for record in records if record is not None for feed in record.feeds]
+        search = partial(last_task_record, self.wire, stable=False)
+        records = await at_once(search, changelogs, most=_SEARCHES_AT_ONCE)
+        feeds = [feed for record in records.values() if record is not None for feed in record.feeds]
         return {Feed(feed.topic, feed.partition) for feed in feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME}
 
     async def _has_none(self, feed: Feed, *, stable: bool = False) -> bool:

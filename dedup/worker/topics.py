@@ -25,7 +25,9 @@ from dedup.settings import Settings
 from dedup.topology.lint import Finding
 from dedup.topology.model import LateForward, LateTo, Topology, auto_group_size
 from dedup.worker.offsets import (
+    MOST_AT_ONCE,
     answered,
+    at_once,
     bounds_of,
     committed_offset,
     committed_position,
@@ -267,8 +269,13 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
     """Return whether the group has judged nothing yet and thus has no offset for any source or feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     places = [place for topic in have.values() for place in topic.places]
-    for place in places:
-        if await committed_offset(wire, topology.name, place, stable=False) is not None:
+
+    async def committed(place: TopicPartition) -> int | None:
+        return await committed_offset(wire, topology.name, place, stable=False)
+
+    for begin in range(0, len(places), MOST_AT_ONCE):
+        found = await at_once(committed, places[begin : begin + MOST_AT_ONCE])
+        if any(offset is not None for offset in found.values()):
             return False
     return True
 
@@ -473,12 +480,10 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
     written = [name for name in topology.written_topics if name not in state_topics(topology)]
     have = await admin.topics(written)
     places = [place for topic in have.values() for place in topic.places]
-    ends = {place: await answered(wire, lambda place=place: wire.stable_end(place)) for place in places}  # type: ignore[misc]
-    used = [
-        place
-        for place, end in sorted(ends.items())
-        if place.topic in topology.forwards_to and await _holds_records(topology, wire, place, end)
-    ]
+    ends = await at_once(lambda place: answered(wire, lambda: wire.stable_end(place)), places)
+    outputs = sorted(place for place in places if place.topic in topology.forwards_to)
+    holding = await at_once(lambda place: _holds_records(topology, wire, place, ends[place]), outputs)
+    used = [place for place, holds in holding.items() if holds]
     if not used or await _has_written(topology, wire, admin):
         return
     if not meant:

@@ -34,7 +34,7 @@ from dedup.worker.dedup_task import DedupTask
 from dedup.worker.faust_app import BatchSchema, DedupApp, GroupAssignor, TableManager, identity
 from dedup.worker.introspection import Introspection
 from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
-from dedup.worker.offsets import bounds_of, committed_offset, ends_of
+from dedup.worker.offsets import bounds_of, committed_offset, ends_of, progress_within
 from dedup.worker.restore import LostOffsets, Standbys
 from dedup.worker.task import SteadyClock, Task, TaskState
 from dedup.worker.task_factory import TaskFactory
@@ -481,7 +481,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
     patience_s = wire.connection.patience_ms / 1000
     try:
         try:
-            async with asyncio.timeout(patience_s):
+            async with progress_within(patience_s):
                 topology, cluster = await _cluster(topology, settings, wire, options)
                 await LostOffsets(topology, cluster, wire).refuse_any()
                 ends = await ends_of(wire, cluster.places(topology.source.topics)) if options.exit_when_done else {}

@@ -1,11 +1,13 @@
 """What a starting worker does with a layout that another process is changing."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from dedup.kafka.wire import TopicPartition
 from dedup.worker.layout import Layout, LayoutChange, read_layout
+from dedup.worker.offsets import MOST_AT_ONCE
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import DirectWire
 
@@ -65,3 +67,35 @@ async def test_only_a_worker_that_wants_the_new_layout_finishes_an_interrupted_c
     await change(wire, wanted).establish()
     assert await read_layout(wire, topology) == (interrupted if wanted == 1 else Layout(2, COUNTS))
     assert (wire.paused_ms > 0) == (wanted == 2)
+
+
+class Fenced(Wire):
+    """Counts the IDs that are fenced at the same time, and knows which layout readers get when each one is fenced."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster)
+        self.fencing = self.most = 0
+        self.layouts = {}
+
+    async def init_producer_id(self, transactional_id, timeout_ms):
+        if transactional_id != "t.layout":
+            self.fencing += 1
+            self.most = max(self.most, self.fencing)
+            await asyncio.sleep(0)
+            self.layouts[transactional_id] = await read_layout(self, change(self, 1).topology)
+            self.fencing -= 1
+        return await super().init_producer_id(transactional_id, timeout_ms)
+
+
+async def test_a_change_fences_many_owners_at_once_before_it_is_over():
+    """Was: one after another, so a new topology with 1,024 partitions did not start within 30 s."""
+    wire = Fenced(Cluster())
+    await change(wire, 1).establish()
+    wire.layouts.clear()
+    made = change(wire, 2)
+    made.cluster.places = lambda names: [TopicPartition(name, number) for name in names for number in range(100)]
+    await made.run(2)
+    assert len(wire.layouts) == 2 * 100 + 2 * 50
+    assert all(layout == Layout(1, COUNTS, changing_to=2) for layout in wire.layouts.values())
+    assert 1 < wire.most <= MOST_AT_ONCE
+    assert await read_layout(wire, made.topology) == Layout(2, COUNTS)
