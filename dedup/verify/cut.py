@@ -10,8 +10,9 @@ import resource
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from dedup.topology.model import LateTo, Topology, extractor_of
 from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order, time_of, without_time
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
 from dedup.verify.flow_outputs import FlowOutputs
-from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
+from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns, StartDeleted, read_left
 from dedup.verify.log_scan import Log, Plan
 from dedup.verify.report import Report
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, place_of, places_of
@@ -35,8 +36,9 @@ WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the g
 WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
 WHY_SHORTER: Final = "ends before the committed offset: it was deleted and recreated, or truncated"
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
+WHY_MEANWHILE: Final = "offsets deleted after the verification had begun, and before it read them, in"
 _MOST_LATE: Final = 100_000
-
+_Result = TypeVar("_Result")
 
 OnProgress = Callable[[str, int, int], None]
 """A callback that gets the partition, the number of records read so far, and the total number of records."""
@@ -208,6 +210,37 @@ class Cut:
             self.unread.add((topic, partition))
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
+    def begin_later(self, fact: StartDeleted) -> None:
+        """Do the same as the function `begin_later`, for this cut."""
+        begin_later(self.bounds, self.report, fact)
+
+    def again(self, unit: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+        """Return the result of ``unit``, which reads partitions from their bounds on.
+
+        If the records that ``unit`` reads next have been deleted, the method undoes what ``unit`` has changed in this
+        cut and its report, calls ``undo`` for all other changes, and calls ``unit`` again, with later bounds.
+        """
+        while True:
+            report, starts, held = self.report.copy(), dict(self.starts), len(self.held)
+            try:
+                return unit()
+            except StartDeleted as fact:
+                report.not_provable |= {
+                    why: number for why, number in self.report.not_provable.items() if why.startswith(WHY_MEANWHILE)
+                }
+                self.report.restore(report)
+                self.starts = starts
+                while len(self.held) > held:
+                    self.held.pop().close()
+                self.begin_later(fact)
+                undo()
+
+    def look_again(self, topic: str) -> None:
+        """Set the bounds of each partition whose first records have been deleted since the cut."""
+        for partition, now in self.reader.bounds(topic, list(self.bounds[topic])).items():
+            if now.low > self.bounds[topic][partition].low:
+                self.begin_later(StartDeleted(topic, partition, now.low))
+
     def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Do the same as `read` for a source topic.
 
@@ -268,6 +301,9 @@ class Cut:
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
         """Read a partition that workers write to. If ``stamped`` is true, digests include the producers' timestamps."""
+        return self.again(partial(self._written, topic, partition, buckets, stamped=stamped))
+
+    def _written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
         bounds = self.bounds[topic][partition]
         order = Order(bounds, self.spill(buckets_for(bounds.high - bounds.low), 3))
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets, 3, 2), order)
@@ -331,9 +367,15 @@ class Cut:
         """Return the lag of a feeding partition, computed as `dedup status` computes it."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
-        if committed is None or begin >= bounds.high:
-            return max(0, bounds.high - begin)
-        return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
+        if committed is None:
+            return bounds.high - begin
+        while begin < bounds.high:
+            try:
+                holds = self.reader.holds_records(topic, partition, begin, bounds.high)
+                return bounds.high - begin if holds else 0
+            except StartDeleted as fact:
+                begin = fact.low
+        return 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
         """Return the start offset that `dedup reset` or `source.start` sets, or None for `latest`."""
@@ -347,6 +389,11 @@ class Cut:
                 return bounds.low
             case int() as time_ms:
                 found = self.reader.offset_for_time(topic, partition, time_ms)
+                now = self.reader.bounds(topic, [partition])[partition]
+                if now.low > bounds.low:
+                    # The first record at or after the time may have been deleted since the cut.
+                    self.begin_later(StartDeleted(topic, partition, now.low))
+                    return self.configured_start(topic, partition)
                 return bounds.high if found is None else found
             case _:
                 return None
@@ -402,6 +449,21 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
     return TopicOffsets(partitions, committed, bounds, begins)
 
 
+def begin_later(bounds: Mapping[str, dict[int, Bounds]], report: Report, fact: StartDeleted) -> None:
+    """Set a partition's bounds as if its first records had been deleted before the cut, and report how many were.
+
+    Raises StartDeleted if the bounds do not contain the deleted records, so that reading again would not help.
+    """
+    known = bounds.get(fact.topic, {}).get(fact.partition)
+    if known is None:
+        return
+    if fact.low <= known.low:
+        raise fact
+    report.unprovable(f"{WHY_MEANWHILE} {fact.topic}", min(fact.low, known.high) - known.low)
+    later = replace(known, low=fact.low, high=max(fact.low, known.high), start_deleted=True)
+    bounds[fact.topic][fact.partition] = later
+
+
 def begun_with(topology: Topology, reader: KafkaReader) -> dict[str, int]:
     """Return the partition count that each topic had when the state was created, taken from the newest layout record.
 
@@ -438,8 +500,10 @@ def take_cut(
     kept = (*topology.source.topics, *(topic for topic, _ in topology.outlets))
     compacted = reader.compacted(topic for topic in dict.fromkeys(kept) if partitions[topic])
 
+    read = partial(read_left, reader.read, partial(begin_later, bounds, report))
+
     def side(name: str, tail: tuple[str, ...]) -> SideTopic:
-        found = SideTopic(name, scratch).read(reader, bounds[name], topology.source.topics, tail)
+        found = SideTopic(name, scratch).read(read, bounds[name], topology.source.topics, tail)
         found.complete = found.complete and name not in compacted
         return found
 
@@ -447,7 +511,7 @@ def take_cut(
     letters, flowed = side(topology.dead_letter, DEAD_TAIL), None
     if topology.then is not None:
         flowed = FlowOutputs(load_flow(topology.then), topology.forwards_to, scratch)
-        flowed.read(reader, bounds, topology.source.topics, compacted)
+        flowed.read(read, bounds, topology.source.topics, compacted)
         report.unprovable(WHY_REPLAYED, flowed.replayed)
     plan = Plan(topology, _model_rules(topology), extractor_of(topology), late, letters, flowed=flowed)
     begun = begun_with(topology, reader)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Final
 
@@ -28,7 +29,7 @@ from dedup.verify.findings import (
     report_displaced,
 )
 from dedup.verify.flow_outputs import WHY_UNORDERED
-from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns, read_left
 from dedup.verify.log_scan import Log, LogScan, Original, Plan, forwarded_digest, schema_named
 from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
@@ -85,10 +86,27 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     if committed is None:
         cut.report.unprovable(WHY_NO_OFFSET, output.spill.rows if output is not None else books.pending)
         return
+    read = partial(_read_log, cut, books, output, committed, buckets)
+    plan, log, known, filed = cut.again(read, partial(cut.plan.give_back, (0, partition)))
+    held = _Partition(cut, plan, books, log, output, _copies(cut, partition, buckets, known=known), known)
+    _judge(held)
+    _balance(held, filed)
+
+
+def _read_log(
+    cut: Cut, books: Books, output: WrittenPartition | None, committed: int, buckets: int
+) -> tuple[Plan, Spill, bool, int]:
+    """Read a source partition, and return its records and the number of its entries in side topics.
+
+    The result also contains the plan for judging the records, and whether no earlier record was judged.
+    """
+    source, partition = books.topic, books.partition
     plan = _plan_for(cut.plan, output)
-    start, known = start_of(cut, bounds, partition, output)
+    untraced = output is None and plan.flowed is None and cut.configured_start(source, partition) is None
+    start, known = start_of(cut, partition, output)
+    bounds = cut.bounds[source][partition]
     books.skipped = start - bounds.low
-    if output is None and plan.flowed is None and cut.configured_start(source, partition) is None:
+    if untraced:
         cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
     log = cut.log_spill(buckets)
     filed = 0  # The number of this partition's records in the late and dead-letter topics.
@@ -99,9 +117,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
         filed += sum((each.late is not None) + (each.letter is not None) for each in odd)
     if cut.sample == 1:
         filed += sum(side.count_below((0, partition), committed) for side in plan.sides)
-    held = _Partition(cut, plan, books, log, output, _copies(cut, partition, buckets, known=known), known)
-    _judge(held)
-    _balance(held, filed)
+    return plan, log, known, filed
 
 
 def source_log(
@@ -117,11 +133,12 @@ def source_log(
 
     If ``only`` is given, the function yields only records whose IDs are in ``only``.
     """
-    scan = LogScan(plan, ((0, partition),), from_start=known)
+    scan, source = LogScan(plan, ((0, partition),), from_start=known), cut.topology.source.topics[0]
+    low = cut.bounds[source][partition].low
     for begin, end, pending in spans:
         # A task may have stopped at a pending record without an append time, so only judged records must have one.
         read = cut.read if pending else cut.read_judged
-        for columns in read(cut.topology.source.topics[0], partition, begin, end):
+        for columns in read(source, partition, max(begin, low), end):
             sources = list(zip(repeat(0), repeat(partition), columns.offsets))
             yield scan.scan(columns, sources, pending=pending, only=only)
 
@@ -257,10 +274,11 @@ def _verify_compacted(cut: Cut, source: str) -> None:
             cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
             continue
         output = written[partition] if written else None
-        start, _ = start_of(cut, bounds, partition, output)
-        if cut.configured_start(source, partition) is None:
-            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
-        for columns in cut.read_judged(source, partition, start, committed):
+        untraced = cut.configured_start(source, partition) is None
+        start, _ = cut.again(partial(start_of, cut, partition, output))
+        if untraced:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - cut.bounds[source][partition].low))
+        for columns in read_left(cut.read_judged, cut.begin_later, source, partition, start, committed):
             _add_judgeable(cut, judged, columns, partition)
             cut.report.unprovable(WHY_COMPACTED if cut.plan.flowed is None else WHY_UNORDERED, len(columns.offsets))
     for number in range(buckets):
@@ -316,11 +334,11 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
     return replace(plan, output_stamped=stamped, late_digests=late)
 
 
-def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
+def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
     """Return a source partition's first judged offset, and whether it is certain that no earlier record was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
-    begin = cut.begins[topic].get(partition)
+    begin, bounds = cut.begins[topic].get(partition), cut.bounds[topic][partition]
     if start is not None and begin is not None:
         return start, begin >= bounds.low
     plan = _plan_for(cut.plan, output)
@@ -356,7 +374,7 @@ def _first_judged(
 
     The first judged offset is not stored. The caller knows that the output contains no record from before ``first``.
     """
-    traces = [side.first_offset(partition) for side in (plan.sides if output is None else [plan.dead_letters])]
+    traces = [side.first_offset((0, partition)) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))
     first_letter = min((each for each in traces if each is not None), default=bounds.high)

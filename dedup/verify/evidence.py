@@ -13,7 +13,7 @@ from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import EXTRACTED, ODD_HEADER_NAME
 from dedup.core.window import Source
 from dedup.verify.compare import Headers, digest
-from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, Read, RecordColumns
 
 SOURCE_HEADER: Final = "dedup-source"
 TIMESTAMP_HEADER: Final = "dedup-timestamp"
@@ -37,12 +37,16 @@ _NO_TIME_MS: Final = -(1 << 62)
 _CACHE_KIB: Final = 16_384
 _TABLE: Final = """
 CREATE TABLE filed (topic INT, feed INT, position INT, digest BLOB, stands_for BLOB, reason TEXT, part INT, at INT,
-    at_ms INT, again INT DEFAULT 0);
+    at_ms INT, again INT DEFAULT 0, taken INT DEFAULT 0);
 CREATE INDEX by_source ON filed (topic, feed, position);
 """
 _BETWEEN: Final = """
 SELECT position, digest, stands_for, reason, part, at, at_ms FROM filed
-WHERE topic=? AND feed=? AND again=0 AND position BETWEEN ? AND ? ORDER BY rowid
+WHERE topic=? AND feed=? AND again=0 AND taken=0 AND position BETWEEN ? AND ? ORDER BY rowid
+"""
+_TAKE: Final = """
+UPDATE filed SET taken=1
+WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=? AND taken=0)
 """
 
 
@@ -76,13 +80,15 @@ class SideTopic:
         self._empty = True
 
     def read(
-        self, reader: KafkaReader, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
+        self, read: Read, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
     ) -> Self:
-        """Index the committed records within the bounds, including records that name no source record."""
-        for partition, each in bounds.items():
-            self.complete = self.complete and not each.start_deleted
+        """Index the committed records within the bounds, including records that name no source record.
+
+        If ``read`` finds that records were deleted meanwhile, it must change the bounds.
+        """
+        for partition, each in list(bounds.items()):
             try:
-                for columns in reader.read(self.name, partition, each.low, each.high):
+                for columns in read(self.name, partition, each.low, each.high):
                     rows = []
                     for row, offset in enumerate(columns.offsets):
                         source = parse_source(header(columns.headers[row], SOURCE_HEADER), topics)
@@ -90,9 +96,10 @@ class SideTopic:
                         content = _as_in_source(columns.keys[row], columns.values[row], columns.headers[row], tail)
                         rows.append((*(source or (None, None, None)), *content, partition, offset, at_ms))
                     self._empty = self._empty and not rows
-                    self._db.executemany("INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", rows)
+                    self._db.executemany("INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0,0)", rows)
             except OpenTransaction:
                 self.complete = False
+            self.complete = self.complete and not bounds[partition].start_deleted
         return self
 
     def place(self, filed: Filed) -> str:
@@ -100,9 +107,10 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, Filed]:
-        """Remove and return the entries of these source records; `left` yields the entries that remain.
+        """Take and return the entries of these source records; `left` yields the entries that remain.
 
-        A second call for the same record returns nothing, even if the record has another entry.
+        A second call for the same record returns nothing, even if the record has another entry, unless `give_back` was
+        called in between.
         """
         if self._empty:
             return {}
@@ -116,34 +124,38 @@ class SideTopic:
             for offset, *row in self._db.execute(_BETWEEN, (*feed, min(offsets), max(offsets))):
                 if offset in there:
                     found.setdefault((*feed, offset), Filed(*row))
-        once = "DELETE FROM filed WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=?)"
-        self._db.executemany(once, found)
-        self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=?", found)
+        self._db.executemany(_TAKE, found)
+        self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=? AND taken=0", found)
         return found
 
+    def give_back(self, feed: tuple[int, int] | None) -> None:
+        """Undo `take` for the records of a source partition, or for all records if ``feed`` is None."""
+        where = "taken OR again" if feed is None else "(taken OR again) AND topic=? AND feed=?"
+        self._db.execute(f"UPDATE filed SET taken=0, again=0 WHERE {where}", feed or ())  # noqa: S608  # no input
+
     def holds(self, source: Source) -> bool:
-        """Return whether a source record has an entry that `take` has not removed."""
-        ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
+        """Return whether a source record has an entry that `take` has not taken."""
+        ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? AND taken=0 LIMIT 1"
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
-    def first_offset(self, partition: int) -> int | None:
-        """Return the lowest offset that an entry names in a partition of the first source topic, or None."""
-        ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
-        found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
+    def first_offset(self, feed: tuple[int, int]) -> int | None:
+        """Return the lowest offset that an entry, taken or not, names in a source partition, or None."""
+        ask = "SELECT min(position) FROM filed WHERE topic=? AND feed=?"
+        found: int | None = self._db.execute(ask, feed).fetchone()[0]
         return found
 
     def count_below(self, feed: tuple[int, int], offset: int) -> int:
-        """Return the number of entries that name an offset below ``offset`` in a source partition."""
-        ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
+        """Return the number of entries left that name an offset below ``offset`` in a source partition."""
+        ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<? AND taken=0"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
         """Yield each remaining entry as (source record, entry, is a repetition).
 
-        The source record is None if the entry names none. An entry is a repetition if `take` has removed another entry
+        The source record is None if the entry names none. An entry is a repetition if `take` has taken another entry
         of the same source record.
         """
-        for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
+        for row in self._db.execute("SELECT * FROM filed WHERE taken=0 ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
     def close(self) -> None:

@@ -6,9 +6,10 @@ search reads all topics from the beginning, but keeps only records with the ID i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -20,11 +21,11 @@ from dedup.settings import Settings
 from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key, sighting_rows
 from dedup.topology.model import Topology
 from dedup.verify.compare import digest, digest_with
-from dedup.verify.cut import Cut, OnProgress, take_cut
+from dedup.verify.cut import Cut, OnProgress, WrittenPartition, take_cut
 from dedup.verify.direct import WHY_COMPACTED, output_of, source_log, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.verify.findings import copy_topics
-from dedup.verify.kafka_reader import KafkaReader, RecordColumns, without_garbage_collection
+from dedup.verify.kafka_reader import KafkaReader, RecordColumns, StartDeleted, read_left, without_garbage_collection
 from dedup.verify.log_scan import Log, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
 from dedup.verify.replay import Doubt, why_doubted
@@ -141,49 +142,64 @@ def explain_id(
         closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,
     ):
         search = _Search(cut, frozenset(keys), found)
-        logs = (*topology.source.topics, *topology.feeding_topics)
-        found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs))
-        for name, rows in _logs(cut, keys):
-            _judge(search, name, rows)
-        found.whole = found.whole and not cut.starts
+        _judge_logs(search)
         if not topology.direct:
             _find_uncarried(search)
         _find_written(search)
         _find_sightings(search)
+        # The reads above have found which logs lost their beginning since the cut.
+        logs = (*topology.source.topics, *topology.feeding_topics)
+        found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs)) and not cut.starts
     # Records with the same event time stay in the order in which they were judged.
     found.records.sort(key=lambda explained: explained.event_time_ms)
     return found
 
 
-def _logs(cut: Cut, keys: Collection[bytes]) -> Iterator[tuple[str, Iterator[Log]]]:
-    """Yield the name of each log that workers judge, and the log's records that have one of the IDs.
+def _judge_logs(search: _Search) -> None:
+    """Judge the records with the ID in each log that workers judge.
 
-    For a source partition, the name is empty.
+    Workers delete old records of the repartition topic all the time, so a log may have to be read again.
     """
+    cut, keys = search.cut, search.keys
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
-            yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition, keys)
+            name = f"{cut.topology.repartition_topic}/{partition}"
+            logs = partial(log_rows, cut, partition, keys)
+            cut.again(partial(_judge, search, name, logs), cut.plan.give_back)
         return
-    source = cut.topology.source.topics[0]
-    for partition, bounds in cut.bounds[source].items():
-        committed = cut.committed[source].get(partition)
+    for partition in cut.bounds[cut.topology.source.topics[0]]:
         # With `start: latest` or a start time, the output shows which record was judged first.
         output = output_of(cut, partition, 1) if cut.topology.source.start != "earliest" else None
-        begin, known = start_of(cut, bounds, partition, output)
-        judged = begin if committed is None else committed
-        spans = ((min(begin, judged), judged, False), (judged, bounds.high, True))
-        yield "", source_log(cut, cut.plan, partition, spans, known=known, only=keys)
+        logs = partial(_source_rows, search, partition, output)
+        cut.again(partial(_judge, search, "", logs), partial(cut.plan.give_back, (0, partition)))
 
 
-def _judge(search: _Search, name: str, logs: Iterator[Log]) -> None:
+def _source_rows(search: _Search, partition: int, output: WrittenPartition | None) -> Iterator[Log]:
+    cut, source = search.cut, search.cut.topology.source.topics[0]
+    committed = cut.committed[source].get(partition)
+    begin, known = start_of(cut, partition, output)
+    judged = begin if committed is None else committed
+    spans = ((min(begin, judged), judged, False), (judged, cut.bounds[source][partition].high, True))
+    return source_log(cut, cut.plan, partition, spans, known=known, only=search.keys)
+
+
+def _judge(search: _Search, name: str, read: Callable[[], Iterator[Log]]) -> None:
+    """Add the records of a log to the result. If StartDeleted is raised, the result is as it was before."""
     cut = search.cut
     model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
-    for row in chain.from_iterable(log.rows() for log in logs):
-        explained = ExplainedRecord(cut.plan.place(row.source), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
-        explained.log_place = f"{name} offset {row.position}" if name else None
-        if not row.odd.pending:
-            _explain_verdict(cut, model, doubt, row, explained)
-        search.add(explained, row)
+    listed, rows, more = len(search.found.records), len(search.rows), search.found.more
+    try:
+        for row in chain.from_iterable(log.rows() for log in read()):
+            place = cut.plan.place(row.source)
+            explained = ExplainedRecord(place, row.timestamp_ms, row.time_ms, row.after_ms, "pending")
+            explained.log_place = f"{name} offset {row.position}" if name else None
+            if not row.odd.pending:
+                _explain_verdict(cut, model, doubt, row, explained)
+            search.add(explained, row)
+    except StartDeleted:
+        del search.found.records[listed:], search.rows[rows:]
+        search.found.more = more
+        raise
 
 
 def _explain_verdict(cut: Cut, model: ReferenceModel, doubt: Doubt, row: Row, explained: ExplainedRecord) -> None:
@@ -222,7 +238,7 @@ def _records(
     also = contents if cut.topology.passes_ids_on else ()
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
-        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+        for columns in read_left(cut.read, cut.begin_later, topic, partition, bounds.low, bounds.high):
             extracted = extracted_of(cut.plan.extract, columns)
             if keys.isdisjoint(extracted.ids) and not also:
                 continue
@@ -314,7 +330,7 @@ def _find_sightings(search: _Search) -> None:
     for partition, bounds in cut.reader.bounds(topic).items():
         last: dict[bytes, tuple[int, bytes]] = {}
         stream_ms = 0
-        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+        for columns in read_left(cut.read, cut.begin_later, topic, partition, bounds.low, bounds.high):
             for at in sighting_rows(columns.keys, search.keys):
                 key, value, offset = columns.keys[at], columns.values[at], columns.offsets[at]
                 if key is None or value is None:

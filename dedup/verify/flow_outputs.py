@@ -13,20 +13,21 @@ from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.window import Source
 from dedup.verify.compare import digest
 from dedup.verify.evidence import SOURCE_HEADER, VERDICT_HEADER, SourceTuple, forwarded_by_replay, header, parse_source
-from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, Read
 
 PART_HEADER: Final = "dedup-part"
 WHY_UNORDERED: Final = "the log has lost records between them, so what the flow made of them cannot be checked"
 MOST_PARTS: Final = 1024
 """A number that exceeds the maximum number of records that a flow may yield for one record."""
 _TABLE: Final = """
-CREATE TABLE sent (topic INT, feed INT, position INT, target INT, part INT, at INT, time_ms INT, content BLOB);
+CREATE TABLE sent (topic INT, feed INT, position INT, target INT, part INT, at INT, time_ms INT, content BLOB,
+    taken INT DEFAULT 0);
 CREATE INDEX by_source ON sent (topic, feed, position);
 CREATE TABLE matched (task INT, target INT, part INT, at INT, position INT);
 """
 _BETWEEN: Final = """
 SELECT position, target, part, at, time_ms, content FROM sent
-WHERE topic=? AND feed=? AND position BETWEEN ? AND ? ORDER BY target, part, at
+WHERE topic=? AND feed=? AND taken=0 AND position BETWEEN ? AND ? ORDER BY target, part, at
 """
 _DISPLACED: Final = """
 SELECT target, part, at FROM (
@@ -70,19 +71,20 @@ class FlowOutputs:
 
     def read(
         self,
-        reader: KafkaReader,
+        read: Read,
         bounds: Mapping[str, Mapping[int, Bounds]],
         sources: Sequence[str],
         compacted: Collection[str],
     ) -> None:
-        """Index the committed records of all topics within the bounds."""
+        """Index the committed records of all topics within the bounds.
+
+        If ``read`` finds that records were deleted meanwhile, it must change the bounds.
+        """
         for target, topic in enumerate(self.topics):
             self.counts[topic] = len(bounds[topic])
-            for partition, each in bounds[topic].items():
-                if each.start_deleted or topic in compacted:
-                    self.incomplete.add((target, partition))
+            for partition, each in list(bounds[topic].items()):
                 try:
-                    for columns in reader.read(topic, partition, each.low, each.high):
+                    for columns in read(topic, partition, each.low, each.high):
                         if columns.broker_time:
                             self.untimed.add(target)
                         rows = []
@@ -94,12 +96,14 @@ class FlowOutputs:
                             content = digest(columns.keys[row], columns.values[row], headers, 0)
                             place = (target, partition, columns.offsets[row], columns.timestamps_ms[row])
                             rows.append((*source, *place, content))
-                        self._db.executemany("INSERT INTO sent VALUES (?,?,?,?,?,?,?,?)", rows)
+                        self._db.executemany("INSERT INTO sent VALUES (?,?,?,?,?,?,?,?,0)", rows)
                 except OpenTransaction:
+                    self.incomplete.add((target, partition))
+                if bounds[topic][partition].start_deleted or topic in compacted:
                     self.incomplete.add((target, partition))
 
     def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, list[FlowOutput]]:
-        """Remove and return the records that the flow made from these source records."""
+        """Take and return the records that the flow made from these source records."""
         wanted: dict[tuple[int, int], list[int]] = {}
         for topic, partition, offset in sources:
             wanted.setdefault((topic, partition), []).append(offset)
@@ -109,12 +113,17 @@ class FlowOutputs:
             for offset, *row in self._db.execute(_BETWEEN, (*feed, min(offsets), max(offsets))):
                 if offset in there:
                     found.setdefault((*feed, offset), []).append(FlowOutput(*row))
-        self._db.executemany("DELETE FROM sent WHERE topic=? AND feed=? AND position=?", found)
+        self._db.executemany("UPDATE sent SET taken=1 WHERE topic=? AND feed=? AND position=?", found)
         return found
 
+    def give_back(self, feed: tuple[int, int] | None) -> None:
+        """Undo `take` for the records of a source partition, or for all records if ``feed`` is None."""
+        where = "taken" if feed is None else "taken AND topic=? AND feed=?"
+        self._db.execute(f"UPDATE sent SET taken=0 WHERE {where}", feed or ())  # noqa: S608  # no input
+
     def left(self) -> Iterator[tuple[Source | None, str]]:
-        """Yield the source record, if known, and the place of each record that `take` has not removed."""
-        ask = "SELECT topic, feed, position, target, part, at FROM sent ORDER BY target, part, at"
+        """Yield the source record, if known, and the place of each record that `take` has not taken."""
+        ask = "SELECT topic, feed, position, target, part, at FROM sent WHERE taken=0 ORDER BY target, part, at"
         for *source, target, partition, offset in self._db.execute(ask):
             yield None if source[0] is None else Source(*source), self.place(target, partition, offset)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, islice
@@ -157,6 +157,38 @@ class OpenTransaction(Exception):  # This exception describes a partition, and i
     """Raised if an open transaction prevents a partition from being read to its end."""
 
 
+class StartDeleted(BrokerUnavailable):
+    """Raised if the next offset to read was deleted, by retention or by hand; ``low`` is the first offset left."""
+
+    def __init__(self, topic: str, partition: int, low: int) -> None:
+        super().__init__(
+            f"{topic}/{partition}: the records below offset {low} were deleted before they were read. Try again, or "
+            f"give the topic a longer retention."
+        )
+        self.topic: Final = topic
+        self.partition: Final = partition
+        self.low: Final = low
+
+
+Read = Callable[[str, int, int, int], Iterable[RecordColumns]]
+"""A function that yields the records of a topic's partition with offsets in [start, end), as `KafkaReader.read` does.
+"""
+
+
+def read_left(
+    read: Read, deleted: Callable[[StartDeleted], object], topic: str, partition: int, start: int, end: int
+) -> Iterator[RecordColumns]:
+    """Do the same as ``read``, but go on behind records that are deleted meanwhile, and call ``deleted`` each time."""
+    while True:
+        try:
+            yield from read(topic, partition, start, end)
+        except StartDeleted as fact:
+            deleted(fact)
+            start = fact.low
+        else:
+            return
+
+
 class KafkaReader:
     """Reads a Kafka cluster, and never writes to it.
 
@@ -297,7 +329,8 @@ class KafkaReader:
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
 
-        Raises OpenTransaction if a transaction stays open for too long, so that ``end`` is not reached.
+        Raises OpenTransaction if a transaction stays open for too long, so that ``end`` is not reached, and
+        StartDeleted if the next record was deleted.
         """
         if start >= end:
             return
@@ -310,7 +343,7 @@ class KafkaReader:
                 messages = self._consumer.consume(1, _POLL_S)
                 if messages and end - reached > 1:
                     messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)
-                kept, now_at = self._sorted_out(messages, end)
+                kept, now_at = self._sorted_out(messages, reached, end)
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()
                 elif time.monotonic() - silent_since > _NO_PROGRESS_S:
@@ -330,7 +363,7 @@ class KafkaReader:
         finally:
             self._consumer.unassign()
 
-    def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
+    def _sorted_out(self, messages: list[Message], begin: int, end: int) -> tuple[list[Message], int]:
         """Return the records below ``end``, and the next offset to read."""
         errors = list(map(_ask_error, messages))
         events = list(compress(messages, errors)) if any(errors) else []
@@ -339,13 +372,16 @@ class KafkaReader:
         )
         reached = (kept[-1].offset() or 0) + 1 if kept else -1
         for message in events:
-            reached = max(reached, self._event(message))
+            reached = max(reached, self._event(message, begin))
         while kept and (kept[-1].offset() or 0) >= end:
             kept.pop()
         return kept, reached
 
-    def _event(self, message: Message) -> int:
-        """Return the next offset to read if the message reports the end of the partition, or else -1."""
+    def _event(self, message: Message, begin: int) -> int:
+        """Return the next offset to read if the message reports the end of the partition, or else -1.
+
+        Raises StartDeleted if the message reports that records from the offset ``begin`` on were deleted.
+        """
         error = message.error()
         if error is None or error.retriable() or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
             # librdkafka looks for a coordinator, although these reads use no group.
@@ -354,9 +390,13 @@ class KafkaReader:
             # The offset of this event is the next offset, after any markers and aborted records at the end.
             return message.offset() or 0
         if error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+            topic, partition = str(message.topic()), int(message.partition() or 0)
+            low = self._list_offsets(topic, [partition], OffsetSpec.earliest())[partition]  # type: ignore[no-untyped-call]
+            if low > begin:
+                raise StartDeleted(topic, partition, low)
             raise BrokerUnavailable(
-                f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
-                f"Verify again, or give the topic a longer retention."
+                f"{topic}/{partition} has lost offset {begin}, but begins at {low}: somebody deleted and recreated "
+                f"it, or its new leader lacks records. Try again when the topic is whole."
             )
         raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
 

@@ -76,6 +76,13 @@ class Plan:
         """The late topic, if there is one, and the dead-letter topic."""
         return [side for side in (self.late, self.dead_letters) if side is not None]
 
+    def give_back(self, feed: Feed | None = None) -> None:
+        """Undo every `take` for the records of a source partition, or for all records if ``feed`` is None."""
+        for side in self.sides:
+            side.give_back(feed)
+        if self.flowed is not None:
+            self.flowed.give_back(feed)
+
     def place(self, source: Source) -> str:
         """Return the topic, partition, and offset of a source record as text for reports."""
         return f"{self.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"

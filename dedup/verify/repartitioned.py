@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, compress, count, repeat
 from operator import itemgetter, methodcaller, ne
 from typing import Final, NamedTuple
@@ -47,7 +48,7 @@ from dedup.verify.findings import (
     report_lost,
 )
 from dedup.verify.flow_outputs import WHY_UNORDERED
-from dedup.verify.kafka_reader import Bounds, RecordColumns
+from dedup.verify.kafka_reader import Bounds, RecordColumns, read_left
 from dedup.verify.log_scan import Log, LogScan, Row
 from dedup.verify.replay import FUTURE, WHY_SCHEMA_GONE, TaskReplay, by_evidence
 from dedup.verify.report import Books
@@ -90,8 +91,8 @@ class _Step:
     """
     returned: Spill | None
     """The source position of each source record, and what is extracted now; None if `passed` is None."""
-    purged: bool
-    """True if a partition of the repartition topic has lost its beginning."""
+    purged: frozenset[int]
+    """The partitions of the repartition topic that have lost their beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
     """Maps each source partition to its lowest source offset in the repartition topic."""
     spans: dict[Feed, tuple[int, int]] = field(default_factory=dict)
@@ -118,17 +119,10 @@ def verify_repartitioned(cut: Cut) -> None:
     topics = (log, *cut.topology.source.topics)
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
     written = _output_of(cut, buckets)
-    purged = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
+    cut.look_again(log)  # Workers delete old records of this topic all the time.
+    step = cut.again(partial(_read_logs, cut, buckets), partial(_undo, cut))
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
-    copies = Copies(cut, buckets, copied, known=True, purged=purged)
-    without_id = (Books("past the repartition topic", 0), cut.log_spill(buckets))
-    carried, judged, absent = cut.spill(buckets, 3, 1), cut.spill(buckets, 4, 3), cut.spill(buckets, 4, 1)
-    passed, returned = (cut.spill(buckets, 3, 1) if cut.topology.passes_ids_on else None for _ in range(2))
-    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), passed, returned, bool(purged))
-    for partition in range(cut.partitions[log]):
-        # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
-        if partition not in purged:
-            _read_log(cut, step, log, partition, buckets)
+    copies = Copies(cut, buckets, copied, known=True, purged=step.purged)
     _read_sources(cut, step)
     for number in range(buckets):
         _account(cut, step, number)
@@ -138,15 +132,36 @@ def verify_repartitioned(cut: Cut) -> None:
         _judge(cut, step, written, copies, number)
     report_displaced(written, cut.report)
     _report_unseen(cut, step, written)
-    if without_id[0].read:
-        cut.report.books.append(without_id[0])
+    if step.without_id[0].read:
+        cut.report.books.append(step.without_id[0])
     _count_pending(cut, log)
     copies.conclude()
     cut.report.method = "replay of the repartition topic"
-    if purged:
+    if step.purged:
         cut.report.method += ", order-free checks of purged records"
     else:
         report_leftovers(cut)
+
+
+def _read_logs(cut: Cut, buckets: int) -> _Step:
+    """Read the partitions of the repartition topic whose beginning was not deleted."""
+    log = cut.topology.repartition_topic
+    purged = frozenset(partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted)
+    without_id = (Books("past the repartition topic", 0), cut.log_spill(buckets))
+    carried, judged, absent = cut.spill(buckets, 3, 1), cut.spill(buckets, 4, 3), cut.spill(buckets, 4, 1)
+    passed, returned = (cut.spill(buckets, 3, 1) if cut.topology.passes_ids_on else None for _ in range(2))
+    step = _Step(cut.feeds, [], without_id, carried, judged, absent, cut.spill(1, 5), passed, returned, purged)
+    for partition in range(cut.partitions[log]):
+        # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
+        if partition not in purged:
+            _read_log(cut, step, log, partition, buckets)
+    return step
+
+
+def _undo(cut: Cut) -> None:
+    """Undo what `_read_logs` took, and find all partitions that have lost their beginning since."""
+    cut.plan.give_back()
+    cut.look_again(cut.topology.repartition_topic)
 
 
 def _output_of(cut: Cut, buckets: int) -> list[WrittenPartition]:
@@ -209,7 +224,7 @@ def log_rows(
     """
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
-    committed = cut.committed[log].get(partition, bounds.low)
+    committed = max(bounds.low, cut.committed[log].get(partition, bounds.low))
     scan = LogScan(cut.plan, cut.begun_feeds, from_start=not bounds.start_deleted)
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
@@ -296,9 +311,10 @@ def _read_sources(cut: Cut, step: _Step) -> None:
             start = max(bounds.low, step.firsts.get(feed, bounds.high))
             if step.purged:
                 cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
-        step.spans[feed] = (start, committed)
-        for columns in cut.read_judged(topic, partition, start, committed):
+        for columns in read_left(cut.read_judged, cut.begin_later, topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
+        # No order is compared here, so what was read before later records were deleted counts as well.
+        step.spans[feed] = (max(start, cut.bounds[topic][partition].low), committed)
 
 
 def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:

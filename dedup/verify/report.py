@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -168,6 +169,19 @@ class Report:
     def read(self) -> int:
         """The number of judged records in all partitions."""
         return sum(books.read for books in self.books)
+
+    def copy(self) -> Report:
+        """Return a copy for `restore`. It shares the books and the timeline, which reading a log does not change."""
+        gone = deepcopy(self.schemas_gone)
+        counts, why = dict(self.counts), dict(self.not_provable)
+        return replace(
+            self, books=[*self.books], samples=[*self.samples], counts=counts, not_provable=why, schemas_gone=gone
+        )
+
+    def restore(self, earlier: Report) -> None:
+        """Set everything to what it was when `copy` returned ``earlier``."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(earlier, each.name))
 
     def violation(self, kind: ViolationKind, place: str, text: str) -> None:
         """Count a violation, and keep the first `SAMPLES_PER_KIND` violations of each kind as examples."""

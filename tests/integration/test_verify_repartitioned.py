@@ -12,11 +12,14 @@ import pytest
 
 from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.core.window import Window
-from dedup.settings import load_settings
+from dedup.settings import Settings, load_settings
 from dedup.topology.model import LateTo, SourceSpec, Topology
 from dedup.topology.schema import Output
+from dedup.verify.cut import WHY_MEANWHILE, OnProgress
+from dedup.verify.explanation import explain_id
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
+from dedup.worker.introspection import state_keys
 from tests.brokers import Admin, RunningKafka
 from tests.integration.fleet import KEPT
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
@@ -112,10 +115,13 @@ class Bench:
         for topic, offsets in ends.items():
             commit(self.kafka, self.name, topic, offsets)
 
-    def verify(self, *, sample: int = 1) -> Report:
+    def settings(self) -> Settings:
         config = self.directory / "config.yaml"
         config.write_text(f"brokers: ['{self.kafka.bootstrap}']\n", encoding="utf-8")
-        return verify(self.topology(), load_settings(config, [], {}), sample=sample)
+        return load_settings(config, [], {})
+
+    def verify(self, *, sample: int = 1, progress: OnProgress = lambda *_: None) -> Report:
+        return verify(self.topology(), self.settings(), sample=sample, progress=progress)
 
     def purge(self) -> None:
         self.admin.delete_below(f"{self.name}.repartition", {0: 3})
@@ -198,6 +204,34 @@ def test_what_is_purged_is_checked_without_order_and_counted_apart(bench: Bench)
     assert sum(report.not_provable.values()) > 0
     # Two by the replay of the partition that is whole, and a dead letter, which needs no order.
     assert report.read == 3
+
+
+def test_what_is_deleted_while_others_are_read_is_told_apart(bench: Bench) -> None:
+    """Was: exit code 5, at each attempt."""
+    bench.write()
+
+    def delete(place: str, _done: int, _total: int) -> None:
+        if place == f"{bench.name}-out/0":  # The sources are read last.
+            bench.admin.delete_below(f"{bench.name}-left", {0: 2})
+
+    report = bench.verify(progress=delete)
+    assert found(report) == {}, report.samples
+    assert report.not_provable == {f"{WHY_MEANWHILE} {bench.name}-left": 2}
+
+
+def test_an_id_is_explained_while_workers_delete_from_the_repartition_topic(bench: Bench) -> None:
+    """Was: exit code 5, at each attempt."""
+    bench.write()
+    log, keys = f"{bench.name}.repartition", frozenset(state_keys(bench.topology(), "b"))
+
+    def delete(place: str, _done: int, _total: int) -> None:
+        if place == f"{log}/0":
+            bench.admin.delete_below(log, {1: 1})
+
+    result = explain_id(bench.topology(), bench.settings(), "b", keys, progress=delete)
+    first, second = result.records
+    assert (first.verdict, second.log_place) == ("purged", f"{log}/1 offset 1")
+    assert (result.contradictions, result.whole) == (0, False)
 
 
 @pytest.mark.parametrize(

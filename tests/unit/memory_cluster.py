@@ -15,7 +15,7 @@ from dedup.topology.model import LateTo, SourceSpec, Topology
 from dedup.topology.schema import Output
 from dedup.verify.cut import take_cut
 from dedup.verify.direct import verify_direct
-from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns, StartDeleted
 from dedup.verify.repartitioned import verify_repartitioned
 from dedup.verify.report import Report
 
@@ -43,6 +43,8 @@ class MemoryCluster:
     """Where the topic's timestamp type was changed to LogAppendTime."""
     open_from: dict[Place, int] = field(default_factory=dict)
     """Where an open transaction begins."""
+    deletes: dict[Place, tuple[int, int]] = field(default_factory=dict)
+    """The offset at which a reader is overtaken by retention, and the first offset that is left then."""
 
     def __enter__(self) -> Self:
         return self
@@ -107,6 +109,10 @@ class MemoryCluster:
         # One batch a record: whatever is found must not depend on what a fetch returns.
         for offset, key, value, headers, time_ms in list(self.logs.get(place, [])):
             if start <= offset < min(end, stop):
+                if self.deletes.get(place, (offset + 1, 0))[0] <= offset:
+                    _, self.low[place] = self.deletes.pop(place)
+                if offset < self.low.get(place, 0):
+                    raise StartDeleted(topic, partition, self.low[place])
                 columns = ([offset], [key], [value], [list(headers)], [time_ms])
                 stamped = topic in self.broker_time or offset >= self.broker_time_from.get(place, offset + 1)
                 yield RecordColumns(*columns, broker_time=stamped, created=None if stamped else offset)
@@ -177,12 +183,12 @@ def run_of(topology: Topology, rows: list[tuple[str, float]], belongs: str) -> M
     return cluster
 
 
-def verified(cluster: MemoryCluster, topology: Topology) -> Report:
+def verified(cluster: MemoryCluster, topology: Topology, sample: int = 1) -> Report:
     """Return what a verification finds."""
-    report = Report(topology.name, "memory", "replay", 0)
+    report = Report(topology.name, "memory", "replay", 0, sample=sample)
     with (
         TemporaryDirectory() as directory,
-        closing(take_cut(topology, cluster, report, lambda *_: None, directory, 1)) as cut,  # type: ignore[arg-type]
+        closing(take_cut(topology, cluster, report, lambda *_: None, directory, sample)) as cut,  # type: ignore[arg-type]
     ):
         (verify_direct if topology.direct else verify_repartitioned)(cut)
     return report

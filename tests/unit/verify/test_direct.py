@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
 from dedup.core.event_time import ArrivalTime
@@ -10,7 +12,7 @@ from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateForward, Topology
-from dedup.verify.cut import WHY_OPEN
+from dedup.verify.cut import WHY_MEANWHILE, WHY_OPEN
 from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET
 from dedup.verify.replay import WHY_CLOCK, WHY_FRONT, WHY_REFUSED
 from tests.unit.memory_cluster import (
@@ -293,3 +295,80 @@ def test_a_record_without_an_id_that_the_broker_refused_is_not_lost() -> None:
     cluster.commit("x-in")
     report = verified(cluster, topology)
     assert (wrong(report), report.not_provable) == ({}, {WHY_REFUSED: 1})
+
+
+def busy_run(topology: Topology) -> MemoryCluster:
+    """Return a run with several records in every topic."""
+    rows = [
+        ("a", 100),
+        ("l", 0),
+        ("x", 0),
+        ("b", 101),
+        ("a", 102),
+        ("l", 1),
+        ("x", 0),
+        ("b", 103),
+        ("c", 200),
+        ("c", 201),
+    ]
+    cluster = run_of(topology, [*rows, ("l", 2), ("x", 0), ("d", 202), ("e", 300)], "ULXUDLXDUDLXUU")
+    for offset in (2, 6, 11):
+        cluster.logs["x-in", 0][offset] = (offset, None, b"no json", [], at(0))
+        dead_letter(cluster, b"no json", offset, 0, "not_json", 400)
+    return cluster
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest", at(100)])
+@pytest.mark.parametrize("reached", [0, 2])
+@pytest.mark.parametrize("topic", ["x-in", "x-out", "x-late", "x-dead", "x-dup"])
+@pytest.mark.parametrize("lost", [None, ("x-out", 4), ("x-dead", 2), ("x-late", 2)])
+def test_what_is_deleted_before_it_is_read_counts_as_deleted_before_the_verification(
+    topic: str, reached: int, start: str | int, lost: tuple[str, int] | None
+) -> None:
+    """Was: the verification ended with exit code 5, and the next one again."""
+    topology = topology_of(duplicates="x-dup", start=start)
+    before, meanwhile = busy_run(topology), busy_run(topology)
+    if lost is not None:
+        for cluster in (before, meanwhile):
+            del cluster.logs[lost[0], 0][lost[1]]
+    if reached >= len(before.logs[topic, 0]):
+        return
+    left = 7 if topic == "x-in" else reached + 1
+    before.low[topic, 0] = left
+    meanwhile.deletes[topic, 0] = (reached, left)
+    expected, report = verified(before, topology), verified(meanwhile, topology)
+    assert not meanwhile.deletes
+    assert report.not_provable.pop(f"{WHY_MEANWHILE} {topic}") == left
+    assert wrong(report) == wrong(expected), report.samples
+    assert report.samples == expected.samples
+    if reached and topic in {"x-late", "x-dead"}:  # What was read of a side topic before stays valid.
+        assert sum(report.not_provable.values()) <= sum(expected.not_provable.values())
+    else:
+        assert (report.not_provable, report.books) == (expected.not_provable, expected.books)
+    if lost is None:
+        assert wrong(report) == {}
+
+
+def test_a_compacted_source_may_lose_its_beginning_meanwhile() -> None:
+    topology = topology_of()
+    cluster = busy_run(topology)
+    cluster.compact.add("x-in")
+    cluster.deletes["x-in", 0] = (3, 7)
+    report = verified(cluster, topology)
+    assert wrong(report) == {}
+    assert report.not_provable[f"{WHY_MEANWHILE} x-in"] == 7
+
+
+def test_a_start_time_does_not_move_with_the_beginning_of_the_source() -> None:
+    topology = topology_of(start=at(0))
+    cluster = run_of(topology, [(f"i{number}", 10.0 * number) for number in range(9)], "U" * 9)
+    cluster.broker_time.add("x-out")
+    found = cluster.offset_for_time
+
+    def after_retention(topic: str, partition: int, time_ms: int) -> int | None:
+        cluster.low["x-in", 0] = 3
+        return found(topic, partition, time_ms)
+
+    with patch.object(cluster, "offset_for_time", after_retention):
+        report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable[f"{WHY_MEANWHILE} x-in"]) == ({}, 3), report.samples

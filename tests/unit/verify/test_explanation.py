@@ -46,6 +46,38 @@ def test_records_with_one_event_time_are_listed_as_judged(told: Told) -> None:
     assert [each.verdict for each in told(cluster, topology).records] == ["unique", "duplicate"]
 
 
+@pytest.mark.parametrize("reached", [0, 1])
+@pytest.mark.parametrize("topic", ["x-in", "x-out", "x.repartition", "x.changelog"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_deleted_before_it_is_read_is_left_out(told: Told, direct: bool, topic: str, reached: int) -> None:
+    """Was: exit code 5, at each attempt, because workers delete from the repartition topic all the time."""
+    topology = topology_of(direct=direct)
+    clusters = []
+    for _ in range(2):
+        cluster = run_of(topology, ROWS, "UUDU")
+        for offset, (name, second) in enumerate(ROWS):
+            cluster.put("x.changelog", None, at(0))
+            if not direct:
+                cluster.put("x.repartition", value_of(name), at(0), origin(offset, at(second)))
+        cluster.topics["x.changelog"] = 1
+        if not direct:
+            cluster.commit("x.repartition")
+        clusters.append(cluster)
+    before, meanwhile = clusters
+    if not before.logs.get((topic, 0)):
+        return
+    before.low[topic, 0] = reached + 1
+    meanwhile.deletes[topic, 0] = (reached, reached + 1)
+    for name in "bc":
+        meanwhile.deletes[topic, 0] = (reached, reached + 1)
+        meanwhile.low.clear()
+        expected, found = told(before, topology, name), told(meanwhile, topology, name)
+        assert not meanwhile.deletes
+        assert (found.contradictions, found.whole) == (0, expected.whole)
+        if topic != "x-out" or reached == 0:
+            assert found == expected
+
+
 def test_a_record_that_is_not_forwarded_contradicts(told: Told) -> None:
     topology = topology_of()
     cluster = run_of(topology, ROWS, "UUDU")

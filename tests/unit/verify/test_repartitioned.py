@@ -12,7 +12,7 @@ from dedup.core.event_time import ArrivalTime
 from dedup.core.tracking_id import ContentRule, TrackingId, parse_path
 from dedup.errors import StateIncompatible
 from dedup.topology.model import SourceSpec, Topology
-from dedup.verify.cut import WHY_OPEN
+from dedup.verify.cut import WHY_MEANWHILE, WHY_OPEN
 from dedup.verify.direct import WHY_BEFORE, WHY_NO_OFFSET, WHY_OUTPUT_GONE
 from dedup.verify.findings import WHY_PURGED_COPIES
 from dedup.verify.repartitioned import WHY_PURGED
@@ -368,3 +368,68 @@ def test_by_arrival_only_source_records_with_the_brokers_time_can_be_verified() 
         verified(cluster, topology)
     cluster.broker_time.add("x-in")
     assert wrong(verified(cluster, topology)) == {}
+
+
+def busy_run(topology: Topology) -> MemoryCluster:
+    """Return a run with several records in every topic; the repartition topic has two partitions."""
+    cluster = cluster_of(topology)
+    rows = [("a", 100), ("l", 0), ("b", 101), ("a", 102), ("l", 1), ("b", 103), ("c", 200), ("c", 201), ("d", 202)]
+    for (name, second), where in zip(rows, "ULUDLDUDU", strict=True):
+        offset, first = len(cluster.logs.get(("x-in", 0), [])), {"a": (100, 0), "b": (101, 3), "c": (200, 8)}
+        carried(cluster, name, second, partition=name == "b")
+        if where == "U":
+            cluster.put("x-out", value_of(name), at(second))
+        elif where == "L":
+            cluster.put("x-late", value_of(name), at(1000), origin(offset, at(second)))
+        else:
+            then, source = first[name]
+            own = [("dedup-first-time", str(at(then)).encode()), ("dedup-first-source", b"x-in/0/%d" % source)]
+            cluster.put("x-dup", value_of(name), at(second), own)
+        if name in "lc":
+            offset = cluster.put("x-in", b"no json", at(0))
+            dead_letter(cluster, b"no json", offset, 0, "not_json", 400)
+            cluster.put(LOG, b"no json", at(0), origin(offset, at(0)))
+    cluster.commit("x-in", LOG)
+    return cluster
+
+
+PLACES = [("x-in", 0), ("x-out", 0), ("x-late", 0), ("x-dead", 0), ("x-dup", 0), (LOG, 0), (LOG, 1)]
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest", at(100)])
+@pytest.mark.parametrize("reached", [0, 1, 2])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("lost", [None, ("x-out", 3), ("x-dead", 3), ("x-late", 1)])
+def test_what_is_deleted_before_it_is_read_counts_as_deleted_before_the_verification(
+    place: tuple[str, int], reached: int, start: str | int, lost: tuple[str, int] | None
+) -> None:
+    """Was: the verification ended with exit code 5, and the next one again."""
+    topology = topology_of(direct=False, duplicates="x-dup", start=start)
+    before, meanwhile = busy_run(topology), busy_run(topology)
+    if lost is not None:
+        for cluster in (before, meanwhile):
+            del cluster.logs[lost[0], 0][lost[1]]
+    if reached >= len(before.logs[place]):
+        return
+    left = reached + (3 if place == ("x-in", 0) else 1)
+    before.low[place] = left
+    meanwhile.deletes[place] = (reached, left)
+    expected, report = verified(before, topology), verified(meanwhile, topology)
+    assert not meanwhile.deletes
+    assert report.not_provable.pop(f"{WHY_MEANWHILE} {place[0]}") == left
+    assert wrong(report) == wrong(expected), report.samples
+    assert (report.samples, report.method) == (expected.samples, expected.method)
+    if reached and place[0] in {"x-late", "x-dead"}:  # What was read of a side topic before stays valid.
+        assert sum(report.not_provable.values()) <= sum(expected.not_provable.values())
+    else:
+        assert (report.not_provable, report.books) == (expected.not_provable, expected.books)
+    if lost is None:
+        assert wrong(report) == {}
+
+
+def test_partitions_of_the_repartition_topic_may_be_purged_one_after_the_other() -> None:
+    topology = topology_of(direct=False, duplicates="x-dup")
+    cluster = busy_run(topology)
+    cluster.deletes = {(LOG, 0): (2, 3), (LOG, 1): (1, 2)}
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable[f"{WHY_MEANWHILE} {LOG}"]) == ({}, 5), report.samples
