@@ -79,9 +79,7 @@ class SideTopic:
         self._db.executescript(_TABLE)
         self._empty = True
 
-    def read(
-        self, read: Read, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
-    ) -> Self:
+    def read(self, read: Read, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]) -> Self:
         """Index the committed records within the bounds, including records that name no source record.
 
         If ``read`` finds that records were deleted meanwhile, it must change the bounds.

@@ -70,11 +70,7 @@ class FlowOutputs:
         self._db.executescript(_TABLE)
 
     def read(
-        self,
-        read: Read,
-        bounds: Mapping[str, Mapping[int, Bounds]],
-        sources: Sequence[str],
-        compacted: Collection[str],
+        self, read: Read, bounds: Mapping[str, Mapping[int, Bounds]], sources: Sequence[str], compacted: Collection[str]
     ) -> None:
         """Index the committed records of all topics within the bounds.
 

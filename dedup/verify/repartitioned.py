@@ -94,7 +94,7 @@ class _Step:
     purged: frozenset[int]
     """The partitions of the repartition topic that have lost their beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
-    """Maps each source partition to its lowest source offset in the repartition topic."""
+    """Maps each source partition to its lowest source offset in the repartition topic; empty with `earliest`."""
     spans: dict[Feed, tuple[int, int]] = field(default_factory=dict)
     """Maps each source partition to the range [first, end) of offsets that were read."""
 
@@ -201,7 +201,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
         cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
     for read in log_rows(cut, partition, passed=step.passed):
         kept = keep(cut, spill, read)
-        if cut.topology.source.start == "latest":
+        if cut.topology.source.start != "earliest":
             for *feed, offset in read.sources():
                 step.firsts[feed[0], feed[1]] = min(offset, step.firsts.get((feed[0], feed[1]), offset))
         whole = digests(kept.contents, kept.headers, kept.timestamps_ms)
@@ -305,16 +305,27 @@ def _read_sources(cut: Cut, step: _Step) -> None:
             continue
         # For records without an ID, order does not matter, because stream time does not influence their verdicts.
         scan = LogScan(cut.plan, step.feeds, from_start=True)
-        start = cut.configured_start(topic, partition)
-        if start is None:
-            # `latest` stores no offset, so the first record in the repartition topic determines the start.
-            start = max(bounds.low, step.firsts.get(feed, bounds.high))
-            if step.purged:
-                cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        start, configured = _start_of(cut, step, feed)
+        if step.purged and not configured:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - cut.bounds[topic][partition].low))
         for columns in read_left(cut.read_judged, cut.begin_later, topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
         # No order is compared here, so what was read before later records were deleted counts as well.
         step.spans[feed] = (max(start, cut.bounds[topic][partition].low), committed)
+
+
+def _start_of(cut: Cut, step: _Step, feed: Feed) -> tuple[int, bool]:
+    """Return the first offset of a source partition that was read, and whether the topology determines it."""
+    topic, partition = cut.topology.source.topics[feed[0]], feed[1]
+    start = cut.configured_start(topic, partition)
+    if start is not None and (partition in cut.begins[topic] or cut.topology.source.start == "earliest"):
+        return start, True
+    # `latest` stores no offset. A start time stores none either: the first record at or after the time may have come
+    # later than a record that was read, or may have been deleted since. What was read is in the repartition topic, or
+    # the repartition step has made it a dead letter.
+    bounds, letter = cut.bounds[topic][partition], cut.plan.dead_letters.first_offset(feed)
+    first = min(step.firsts.get(feed, bounds.high), bounds.high if letter is None else letter)
+    return max(bounds.low, first if start is None else min(start, first)), start is not None
 
 
 def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:
@@ -336,7 +347,10 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
     whole = digests(contents, columns.headers, timestamps_ms)
     judged = _Judged(topics, partitions, offsets, np.array(extracted.times_ms, np.int64), whole, ids, faulty)
     if cut.sample > 1:
-        judged = selected(judged, cut.sampled(extracted.ids, contents))
+        sampled = cut.sampled(extracted.ids, contents)
+        others = np.delete(offsets, sampled).tolist()
+        cut.plan.dead_letters.take([(*feed, offset) for offset in others])  # They are not compared, and no phantoms.
+        judged = selected(judged, sampled)
     step.judged.add(_places(judged.topics, judged.partitions, judged.offsets), judged)
 
 

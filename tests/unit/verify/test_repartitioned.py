@@ -433,3 +433,46 @@ def test_partitions_of_the_repartition_topic_may_be_purged_one_after_the_other()
     cluster.deletes = {(LOG, 0): (2, 3), (LOG, 1): (1, 2)}
     report = verified(cluster, topology)
     assert (wrong(report), report.not_provable[f"{WHY_MEANWHILE} {LOG}"]) == ({}, 5), report.samples
+
+
+def refused(cluster: MemoryCluster, name: str, second: int) -> None:
+    """A record is in the source; the broker refused it, so the repartition step has made it a dead letter."""
+    offset = cluster.put("x-in", value_of(name), at(second))
+    dead_letter(cluster, value_of(name), offset, second, "refused_by_broker", 400)
+
+
+def test_a_dead_letter_of_the_repartition_step_is_no_phantom_in_a_sample() -> None:
+    """Was: "phantom" for each one that was not in the sample."""
+    topology = topology_of(direct=False)
+    cluster = cluster_of(topology)
+    for number in range(20):
+        refused(cluster, f"refused {number}", number)
+        carried(cluster, f"i{number}", number)
+        cluster.put("x-out", value_of(f"i{number}"), at(number))
+    cluster.commit("x-in", LOG)
+    report = verified(cluster, topology, sample=3)
+    assert wrong(report) == {}, report.samples
+    assert 0 < report.not_provable["dead letters of the repartition step"] < 20
+
+
+@pytest.mark.parametrize("rows", [[5, 6, 20], [12, 5, 6, 20]], ids=["all came before the time", "the first is deleted"])
+@pytest.mark.parametrize("start", ["latest", at(10)])
+def test_a_dead_letter_before_all_records_that_were_carried_is_no_phantom(start: str | int, rows: list[int]) -> None:
+    """Was: "phantom", because the start was taken for a later record."""
+    topology = topology_of(direct=False, start=start)
+    cluster = cluster_of(topology)
+    for second in rows:
+        if second == 5:
+            refused(cluster, "refused", second)
+            continue
+        carried(cluster, f"i{second}", second)
+        cluster.put("x-out", value_of(f"i{second}"), at(second))
+    cluster.commit("x-in", LOG)
+    cluster.low["x-in", 0] = len(rows) - 3
+    report = verified(cluster, topology)
+    assert wrong(report) == {}, report.samples
+    assert report.not_provable == {"dead letters of the repartition step": 1}
+    # What came after the dead letter was read, too.
+    cluster.logs[LOG, 0].pop(-2)
+    cluster.logs["x-out", 0].pop(-2)
+    assert wrong(verified(cluster, topology)) == {"lost": 1}
