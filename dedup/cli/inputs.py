@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 import dedup
-from dedup.errors import Problem, SettingsError, TopologyError
+from dedup.errors import DedupError, Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,24 +143,39 @@ def where_named(page: Path | None) -> str:
 
 
 def write_report(page: Path, html: str, data: str) -> None:
-    """Write the HTML report to ``page``, and the JSON report next to it."""
-    page.write_text(html, encoding="utf-8")
-    page.with_suffix(".json").write_text(data, encoding="utf-8")
+    """Write the HTML report to ``page``, and the JSON report next to it. Raises DedupError if that fails."""
+    for file, text in ((page, html), (page.with_suffix(".json"), data)):
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DedupError(
+                f"{file}: the report cannot be written: {error.strerror}. Free space or name another place with "
+                f"--report, and run the command again."
+            ) from error
 
 
 def publish(found: Report, page: Path | None, command: str, *, as_json: bool) -> None:
-    """Write a verification's HTML and JSON reports if ``page`` is given, and print the result as JSON or as a table."""
+    """Write a verification's HTML and JSON reports if ``page`` is given, and print the result as JSON or as a table.
+
+    Raises DedupError if a report cannot be written; the result, which may have taken hours, is printed nevertheless.
+    """
     from dedup.verify.render import print_report, to_html
 
+    failed: DedupError | None = None
     if page is not None:
-        write_report(page, to_html(found, command), found.to_json())
+        try:
+            write_report(page, to_html(found, command), found.to_json())
+        except DedupError as error:
+            failed = error
     if as_json:
         typer.echo(found.to_json(), nl=False)
-        return
-    console = Console()
-    if page is not None:
-        say_report(page, console)
-    print_report(found, console)
+    else:
+        console = Console()
+        if page is not None and failed is None:
+            say_report(page, console)
+        print_report(found, console)
+    if failed is not None:
+        raise failed
 
 
 def say_report(page: Path, console: Console) -> None:

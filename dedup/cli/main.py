@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import Annotated, Any, Final
 
 import typer
@@ -79,6 +80,9 @@ _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 _ID: Final = "ID"
+
+_WRITERS: Final = frozenset({"click", "rich", "typer"})
+"""The packages that write all output of the commands."""
 
 _OF_SPARK: Final = frozenset({"pandas", "py4j", "pyarrow", "pyspark"})
 
@@ -188,8 +192,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        # Without a file name, it is what stdout was redirected to; the commands name the files that they open.
-        where = "standard output" if error.filename is None else error.filename
+        where = error.filename or ("standard output" if _of_output(error) else "a file of this command")
         typer.echo(f"{where}: cannot be written: {error.strerror}. Free space, and run the command again.", err=True)
         sys.exit(DedupError.exit_code)
     except ModuleNotFoundError as error:
@@ -205,6 +208,12 @@ def main() -> None:
             err=True,
         )
         sys.exit(AuthorMistake.exit_code)
+
+
+def _of_output(error: OSError) -> bool:
+    """Return whether a library that writes only to standard output raised the error. No write names its file."""
+    last = [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+    return str(last.f_globals.get("__name__")).partition(".")[0] in _WRITERS
 
 
 def _open_closed_streams() -> None:

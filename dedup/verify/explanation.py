@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from dedup.core.extract import Extracted
@@ -30,6 +29,7 @@ from dedup.verify.log_scan import Log, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
 from dedup.verify.replay import Doubt, why_doubted
 from dedup.verify.report import Report
+from dedup.verify.spill import scratch_directory
 
 _MOST_LISTED: Final = 1_000
 """The maximum number of records that are listed for one ID; further records are only counted."""
@@ -130,15 +130,15 @@ def explain_id(
 ) -> Explanation:
     """Search the topics for a tracking ID; ``keys`` are the state keys that the text of the ID may stand for.
 
-    Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the cluster cannot
-    be read.
+    Raises StateIncompatible if the topology and the cluster do not match, BrokerUnavailable if the cluster cannot be
+    read, and DedupError if the disk of the temporary directory is full.
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
     with (
         without_garbage_collection(),
         KafkaReader(settings) as reader,
-        TemporaryDirectory(prefix="dedup-explain-") as directory,
+        scratch_directory("dedup-explain-", None) as directory,
         closing(take_cut(topology, reader, report, progress, directory, 1)) as cut,
     ):
         search = _Search(cut, frozenset(keys), found)

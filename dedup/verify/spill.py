@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
 import numpy as np
 
+from dedup.errors import DedupError
 from dedup.verify.compare import Column
 
 BUCKET_ROWS: Final = 60_000
@@ -19,10 +24,46 @@ BUCKET_ROWS: Final = 60_000
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL_DATABASE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
 _Chunk = tuple[Column, Sequence[list[Any]]]
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
+
+
+@contextmanager
+def scratch_directory(prefix: str, parent: Path | None) -> Iterator[str]:
+    """Yield a new directory in ``parent``, or in the default one, for temporary files, and delete it at the end.
+
+    Raises DedupError if the disk is full.
+    """
+    where = _default() if parent is None else parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=where) as directory:
+            yield directory
+    except OSError as error:
+        if error.errno not in _FULL or not Path(error.filename or "/").is_relative_to(where):
+            raise
+        raise DedupError(_no_room(where, error.strerror)) from error
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode not in _FULL_DATABASE:
+            raise
+        raise DedupError(_no_room(where, error)) from error
+
+
+def _default() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # Python has tried to write a file in each usual directory.
+        raise DedupError(_no_room("temporary directory", error.strerror)) from error
+
+
+def _no_room(where: Path | str, reason: object) -> str:
+    return (
+        f"{where}: the temporary files of this command cannot be written: {reason}. Free space there, or use a "
+        f"directory on a larger disk: name it with --scratch of `dedup verify`, or in the environment variable TMPDIR."
+    )
 
 
 def buckets_for(rows: int) -> int:
@@ -56,6 +97,7 @@ class Spill:
     def __init__(self, directory: str, buckets: int, numbers: int, others: int = 0) -> None:
         self.buckets: Final = buckets
         self.rows = 0
+        self._directory: Final = directory
         self._numbers: Final = numbers
         self._others: Final = others
         self._file: Final[BinaryIO] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
@@ -111,12 +153,20 @@ class Spill:
 
     def close(self) -> None:
         """Delete the file on disk."""
-        self._file.close()
+        with suppress(OSError):  # If the disk is full, the rest of the rows cannot be written even now.
+            self._file.close()
 
     def flush(self) -> None:
-        """Write the rows that are still in memory to disk."""
+        """Write the rows that are still in memory to disk. An OSError that this raises names the directory."""
         if not self._pending_rows:
             return
+        try:
+            self._write()
+        except OSError as error:
+            error.filename = self._directory  # The file has no name.
+            raise
+
+    def _write(self) -> None:
         self._file.seek(0, 2)
         for pending, chunks in zip(self._pending, self._chunks, strict=True):
             if pending:
@@ -128,4 +178,5 @@ class Spill:
                 content = _pack([numbers.tobytes(), *others])
                 self._file.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
                 pending.clear()
+        self._file.flush()
         self._pending_rows = self._pending_bytes = 0

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dedup.settings import Settings
 from dedup.topology.model import Topology
@@ -25,6 +24,7 @@ from dedup.verify.direct import verify_direct
 from dedup.verify.kafka_reader import KafkaReader, without_garbage_collection
 from dedup.verify.repartitioned import verify_repartitioned
 from dedup.verify.report import Report
+from dedup.verify.spill import scratch_directory
 
 
 def verify(
@@ -39,15 +39,15 @@ def verify(
 
     The verifier selects one in ``sample`` tracking IDs, and judges all records with the selected IDs. ``scratch`` is a
     directory for temporary files, which take about 200 bytes plus the key for each record; the default is the system's
-    temporary directory. Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if
-    the cluster cannot be read.
+    temporary directory. Raises StateIncompatible if the topology and the cluster do not match, BrokerUnavailable if the
+    cluster cannot be read, and DedupError if the disk of the scratch directory is full.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)
     with (
         without_garbage_collection(),
         KafkaReader(settings) as reader,
-        TemporaryDirectory(prefix="dedup-verify-", dir=scratch) as directory,
+        scratch_directory("dedup-verify-", scratch) as directory,
         closing(take_cut(topology, reader, report, progress, directory, sample)) as cut,
     ):
         (verify_direct if topology.direct else verify_repartitioned)(cut)

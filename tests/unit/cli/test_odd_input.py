@@ -74,6 +74,18 @@ def test_a_full_disk_behind_standard_output_is_told_in_a_sentence(command):
     assert (found.returncode, found.stderr) == (1, said)
 
 
+def test_a_full_disk_elsewhere_is_not_called_standard_output():
+    """The error of a write names no file."""
+    code = "import dedup.cli.main as cli; cli.create_app = lambda: lambda: open('/dev/full', 'w').write('x' * 99_999)"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}; cli.main()"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    said = (
+        "a file of this command: cannot be written: No space left on device. Free space, and run the command again.\n"
+    )
+    assert (found.returncode, found.stderr) == (1, said)
+
+
 @pytest.mark.parametrize("option", [("--config", "nowhere.yaml"), ("--set", "brokers=a:1")])
 def test_check_refuses_an_option_that_it_would_not_use(option):
     result = CliRunner().invoke(create_app(), ["check", str(SIMPLEST), *option])

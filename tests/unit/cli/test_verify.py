@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dedup.cli import chaos, spark
 from dedup.cli.main import create_app
-from dedup.errors import SettingsError, VerificationFailed
+from dedup.errors import DedupError, SettingsError, VerificationFailed
 from dedup.verify.report import Report
 
 TOPOLOGY = """
@@ -62,6 +62,22 @@ def test_a_report_is_written_where_it_is_told_and_nowhere_else(
     assert ("--report" if report is None else f"{report} names the records") in str(result.exception)
     files = {str(path.relative_to(Path.cwd())) for path in Path.cwd().rglob("*") if path.is_file()}
     assert files == (set() if report is None else {"reports/x.html", "reports/x.json"})
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_result_is_printed_although_the_disk_is_full_to_which_the_report_goes(
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Was: "standard output: cannot be written", and the result of perhaps hours was lost."""
+    bad = Report("t", "", "replay", 0)
+    bad.violation("lost", "in/0 offset 1", "it is gone")
+    monkeypatch.setattr("dedup.verify.verifier.verify", lambda *_, **__: bad)
+    page = tmp_path / "x.html"
+    page.symlink_to("/dev/full")
+    result = typed(tmp_path, "verify", "--report", str(page), *options, more="output: {topic: out}\n")
+    assert isinstance(result.exception, DedupError), result.exception
+    assert str(result.exception).startswith(f"{page}: the report cannot be written: No space left on device.")
+    assert "in/0 offset 1" in result.stdout
 
 
 def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(

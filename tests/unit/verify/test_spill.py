@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -12,10 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dedup.core.flow import Flow
+from dedup.errors import DedupError
 from dedup.verify.compare import out_of_order
 from dedup.verify.cut import Order, disorder
-from dedup.verify.kafka_reader import Bounds
-from dedup.verify.spill import Spill, buckets_for, places_of, stand_in
+from dedup.verify.evidence import LATE_TAIL, SideTopic
+from dedup.verify.flow_outputs import FlowOutputs
+from dedup.verify.kafka_reader import Bounds, RecordColumns
+from dedup.verify.spill import Spill, buckets_for, places_of, scratch_directory, stand_in
 
 
 def test_rows_come_back_by_bucket_in_the_order_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +127,59 @@ def test_a_swap_far_apart_is_found(order_of: Callable[[int, int], Order]) -> Non
     positions[70_000], positions[140_000] = positions[140_000], positions[70_000]
     match(order, [(row, 0, position) for row, position in enumerate(positions)])
     assert order.displaced() == [70_000, 140_000]
+
+
+MANY = 30_000
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may become larger than 50 kB, which is an error of a write, like a full disk."""
+    soft, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, most))
+
+
+def records(_topic: str, _partition: int, start: int, end: int) -> Iterator[RecordColumns]:
+    offsets = list(range(start, end))
+    yield RecordColumns(offsets, [b"k"] * MANY, [b"v"] * MANY, [[]] * MANY, offsets)
+
+
+def fill_spill(directory: str) -> None:
+    with closing(Spill(directory, 1, 1)) as spill:
+        spill.add(np.arange(MANY), [np.arange(MANY)])
+
+
+def fill_side_topic(directory: str) -> None:
+    with closing(SideTopic("late", directory)) as side:
+        side.read(records, {0: Bounds(0, MANY, start_deleted=False)}, ["in"], LATE_TAIL)
+
+
+def fill_flow_outputs(directory: str) -> None:
+    with closing(FlowOutputs(Flow(), ("out",), directory)) as flowed:
+        flowed.read(records, {"out": {0: Bounds(0, MANY, start_deleted=False)}}, ["in"], ())
+
+
+@pytest.mark.parametrize("fill", [fill_spill, fill_side_topic, fill_flow_outputs])
+def test_a_full_scratch_directory_is_told_in_a_sentence(tmp_path: Path, fill: Callable[[str], None]) -> None:
+    """Was: "standard output: cannot be written", or a traceback."""
+    with (
+        pytest.raises(DedupError, match=f"^{tmp_path}: the temporary files .*--scratch") as told,
+        full_disk(),
+        scratch_directory("x-", tmp_path) as directory,
+    ):
+        fill(directory)
+    assert str(told.value).count("\n") == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_any_temporary_directory_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    with pytest.raises(DedupError, match=r"No usable temporary directory .*TMPDIR"), scratch_directory("x-", None):
+        pytest.fail("there is none")
