@@ -352,14 +352,14 @@ def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple
     if start is None:
         # Without an output, a unique record leaves no trace.
         known = (traced > bounds.low or not bounds.start_deleted) and (output or plan.flowed) is not None
-        start = traced
+        start = max(bounds.low, traced)
     else:
         # Despite a start time, an earlier record was judged if it came after the start, or after a record that
         # retention has deleted.
         known = not bounds.start_deleted or start <= traced < end
         if known and traced >= start:
             return start, True
-        start = min(start, traced)
+        start = min(start, max(bounds.low, traced))
     if output is not None and output.bounds.start_deleted and start > bounds.low:
         # The output records of earlier source records may have been deleted.
         cut.starts[partition] = start
@@ -370,16 +370,16 @@ def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple
 def _first_judged(
     cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None, first: int
 ) -> int:
-    """Return the first source offset within the bounds with a result in a topic, or ``bounds.high`` if there is none.
+    """Return the first source offset with a result in a topic, or ``bounds.high`` if there is none below it.
 
-    The first judged offset is not stored. The caller knows that the output contains no record from before ``first``.
+    If the offset is below ``bounds.low``, its record was judged, and retention has deleted it since. The first
+    judged offset is not stored. The caller knows that the output contains no record from before ``first``.
     """
     traces = [side.first_offset((0, partition)) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
         traces.append(plan.flowed.first_offset(partition))
     first_letter = min((each for each in traces if each is not None), default=bounds.high)
-    # A trace may come from a record that retention has deleted from the source.
-    first_letter = max(bounds.low, min(first_letter, bounds.high))
+    first_letter = min(first_letter, bounds.high)
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]

@@ -252,6 +252,18 @@ def test_records_before_a_start_time_that_came_after_the_start_are_judged(kept: 
     assert wrong(report) == {}, report.samples
 
 
+def test_a_dead_letter_of_a_deleted_record_does_not_make_a_start_time_certain() -> None:
+    """Was: the records in the output that came before what is left of the source were told as phantoms."""
+    topology = topology_of(start=at(0))
+    cluster = run_of(topology, [("a", 0), ("bad", 1), ("b", 2), ("a", 3), ("c", 4)], "UXUDU")
+    cluster.logs["x-in", 0][1] = (1, None, b"no json", [], at(1))
+    dead_letter(cluster, b"no json", 1, 1, "not_json", 2)
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-in", 0] = 3
+    report = verified(cluster, topology)
+    assert wrong(report) == {}, report.samples
+
+
 def test_a_start_time_after_all_records_is_the_end_at_that_time() -> None:
     topology = topology_of(start=at(10))
     # The worker was started behind the record at second 0, and the record at second 9 came too late.
