@@ -28,6 +28,7 @@ from dedup.verify.compare import Headers
 
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
+_ALL_WITHIN_S: Final = 5.0
 _NO_PROGRESS_S: Final = 60.0
 """A read without progress fails after this many seconds, which is twice the default of `transaction_timeout`."""
 _BATCH: Final = 10_000
@@ -290,23 +291,37 @@ class KafkaReader:
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Map each partition to the group's committed offset; partitions without a committed offset are absent."""
-        places = [TopicPartition(topic, partition) for partition in partitions]
-        deadline = time.monotonic() + _NO_PROGRESS_S
-        while places:
-            try:
-                found = self._committed(group, places)
-                return {place.partition: place.offset for place in found if place.offset >= 0}
-            except KafkaException as error:
-                kafka_error = error.args[0]
-                again = kafka_error.retriable() or kafka_error.code() in _AGAIN
-                if not again or time.monotonic() > deadline:
-                    raise self._unavailable(f"reading the offsets of group {group}", error) from error
-                time.sleep(_POLL_S)
-        return {}
+        """Map each partition to the group's committed offset; partitions without a committed offset are absent.
 
-    def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
-        """Read the committed offsets with a consumer that never joins the group, or raise KafkaException.
+        The offsets may be from different times. The client (2.16.0) answers a request only when no transaction is about
+        to change one of its offsets, and many busy partitions have no such moment in common. Therefore, if the offsets
+        of all partitions are not known soon, each partition is asked for alone.
+        """
+        left = [TopicPartition(topic, partition) for partition in partitions]
+        found: dict[int, int] = {}
+        deadline = time.monotonic() + _NO_PROGRESS_S
+        asked, within_s = left, _ALL_WITHIN_S
+        while left:
+            answers, errors = self._committed(group, asked, within_s)
+            known = {place.partition: place.offset for place in answers if place.error is None}
+            found |= known
+            left = [place for place in left if place.partition not in known]
+            refusal = next((each for each in errors if not (each.retriable() or each.code() in _AGAIN)), None)
+            if known:
+                deadline = time.monotonic() + _NO_PROGRESS_S
+            elif refusal or time.monotonic() > deadline:
+                doing = f"reading the offsets of group {group}"
+                raise self._unavailable(doing, KafkaException(refusal or errors[0]))
+            else:
+                left.append(left.pop(0))  # Others may have answers by now.
+                time.sleep(_POLL_S)
+            asked, within_s = left[:1], _ANSWER_WITHIN_S
+        return {partition: offset for partition, offset in found.items() if offset >= 0}
+
+    def _committed(
+        self, group: str, places: list[TopicPartition], within_s: float
+    ) -> tuple[list[TopicPartition], list[KafkaError]]:
+        """Read the committed offsets with a consumer that never joins the group, and return the answers and all errors.
 
         The admin client crashes the process with SIGSEGV if the coordinator responds that it is loading or has moved
         (librdkafka issue 5040; seen with 2.16.0).
@@ -315,11 +330,11 @@ class KafkaReader:
             # With read_committed, the broker returns no offset that an open transaction is about to change.
             options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
             self._askers[group] = Consumer({**self._config, **options})
-        found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
-        for place in found:
-            if place.error is not None:
-                raise KafkaException(place.error)
-        return found
+        try:
+            found = self._askers[group].committed(places, within_s)
+        except KafkaException as error:
+            return [], [error.args[0]]
+        return found, [place.error for place in found if place.error is not None]
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
         """Return whether there is a record in the offsets [start, end), even if its transaction is still open."""

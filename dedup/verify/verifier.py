@@ -2,7 +2,8 @@
 
 The verifier reads the group's committed offsets first. Workers must already have written the results of all records
 below these offsets. After that, the verifier reads the end offsets of the topics that workers write to, so all these
-results are below the end offsets. Records that workers judge during the verification are *pending*.
+results are below the end offsets. Therefore, the committed offsets of different partitions may be from different times.
+Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
 Otherwise, the verifier runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts

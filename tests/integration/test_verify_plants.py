@@ -9,17 +9,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 
 from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.core.window import Window
 from dedup.settings import Settings, load_settings
 from dedup.topology.model import LateTo, SourceSpec, Topology, extractor_of
 from dedup.topology.schema import Output
-from dedup.verify import spill
+from dedup.verify import kafka_reader, spill
+from dedup.verify.kafka_reader import KafkaReader
 from dedup.verify.render import to_html
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from tests.brokers import RELEASE, Admin, RunningKafka
+from tests.integration.fleet import KEPT
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
 
 pytestmark = pytest.mark.broker
@@ -358,3 +361,30 @@ def test_the_report_is_one_page_and_a_document(bench: Bench) -> None:
     assert document["violations"]["lost"] == 1
     assert document["passed"] is False
     assert document["samples"][0]["place"] == f"{bench.name}-in/0 offset 1"
+
+
+def test_offsets_are_read_while_a_transaction_is_about_to_change_one_of_them(
+    kafka: RunningKafka, admin: Admin, topic_names: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Was: all were asked for at once, and there may be no moment at which no partition has such a transaction."""
+    name = topic_names("busy")
+    admin.create_topic(name, 3, KEPT)
+    commit(kafka, name, name, {0: 1, 1: 2})
+    producer = send(kafka, [], transactional_id=name, commit=False)
+    member = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": name})
+    producer.send_offsets_to_transaction([TopicPartition(name, 0, 5)], member.consumer_group_metadata(), 30)
+    member.close()
+    asked, ask = list[list[int]](), KafkaReader._committed
+
+    def committed(reader: KafkaReader, group: str, places: list[TopicPartition], within_s: float) -> object:
+        asked.append([place.partition for place in places])
+        if asked[-1] == [2]:  # By then, the first partition has not been answered, and the second one has.
+            producer.commit_transaction(30)
+        return ask(reader, group, places, min(within_s, 2))
+
+    monkeypatch.setattr(KafkaReader, "_committed", committed)
+    monkeypatch.setattr(kafka_reader, "_ALL_WITHIN_S", 1)
+    with KafkaReader(Settings(brokers=tuple(kafka.bootstrap.split(",")))) as reader:
+        assert reader.committed(name, name, range(3)) == {1: 2, 0: 5}
+    assert asked[0] == [0, 1, 2]
+    assert len(asked) > 3

@@ -60,10 +60,30 @@ def committed(count=2):
     ],
 )
 def test_a_coordinator_that_is_loading_is_asked_again(consumer, code):
-    consumer.answers += [KafkaError(code), [(5, None), (-1, KafkaError(code))], [(5, None), (-1001, None)]]
+    consumer.answers += [KafkaError(code), [(-1, KafkaError(code))], [(5, None)], [(-1001, None)]]
     assert committed() == {0: 5}
-    assert consumer.groups == ["orders"] * 3
+    assert consumer.groups == ["orders"] * 4
     assert consumer.closed == 2
+
+
+def test_partitions_whose_offsets_are_about_to_change_are_asked_one_by_one(consumer):
+    """Was: all were asked again at once, and the offsets of many busy partitions could not be read at all."""
+    consumer.answers += [KafkaError(KafkaError._TIMED_OUT), KafkaError(KafkaError._TIMED_OUT)]
+    consumer.answers += [[(6, None)], [(-1001, None)], [(9, None)]]
+    assert committed(3) == {2: 6, 1: 9}
+
+
+def test_an_answer_for_some_partitions_is_kept(consumer):
+    unstable = (-1001, KafkaError(KafkaError.UNSTABLE_OFFSET_COMMIT))
+    consumer.answers += [[unstable, (6, None), (-1001, None), unstable], [unstable], [(8, None)], [(9, None)]]
+    assert committed(4) == {1: 6, 3: 8, 0: 9}
+
+
+def test_a_refusal_for_one_partition_is_told_at_once(consumer):
+    refused = [(-1001, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))]
+    consumer.answers += [[(5, None), *refused], refused]
+    with pytest.raises(BrokerUnavailable, match="reading the offsets of group orders"):
+        committed()
 
 
 def test_a_refusal_is_told_at_once(consumer):
@@ -111,6 +131,7 @@ class Log:
 def message(offset, code=None):
     error = None if code is None else KafkaError(code)
     told = {"error": error, "offset": offset, "key": None, "value": b"v", "headers": None, "timestamp": (1, 0)}
+    told |= {"topic": "in", "partition": 0}
     return SimpleNamespace(**{name: lambda value=value: value for name, value in told.items()})
 
 
@@ -137,3 +158,21 @@ def test_what_is_not_given_is_behind_an_open_transaction_or_an_error(monkeypatch
     with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader, pytest.raises(expected):
         list(reader.read("in", 0, 0, 4))
     assert asked == [(kafka_reader.IsolationLevel.READ_COMMITTED,)]
+
+
+@pytest.mark.parametrize(
+    ("low", "kind", "says"),
+    [(5, kafka_reader.StartDeleted, "the records below offset 5"), (1, BrokerUnavailable, "in/0 has lost offset 2")],
+)
+def test_what_is_out_of_range_was_deleted_or_the_topic_is_not_what_it_was(monkeypatch, low, kind, says):
+    queue = [message(0), message(1), message(2, KafkaError._AUTO_OFFSET_RESET)]
+    monkeypatch.setattr(kafka_reader, "Consumer", type("Fake", (Log,), {"queue": queue}))
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    monkeypatch.setattr(kafka_reader, "_BATCH", 1)
+    monkeypatch.setattr(KafkaReader, "_list_offsets", lambda *_: {0: low})
+    with (
+        KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader,
+        pytest.raises(BrokerUnavailable, match=says) as told,
+    ):
+        list(reader.read("in", 0, 0, 9))
+    assert told.type is kind
