@@ -22,7 +22,6 @@ import pickle
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.schema_registry import SchemaRegistry, asking
@@ -53,7 +52,8 @@ from dedup.spark.session import (
     raised_by_dedup,
     translated_errors,
 )
-from dedup.spark.stream_monitor import StreamMonitor, lag_after
+from dedup.spark.stream_checkpoint import claim, continues_at, has_begun
+from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
     AttemptPlan,
@@ -74,8 +74,6 @@ from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_outp
 
 log: Final = logging.getLogger(__name__)
 
-_IDENTITY_FILE: Final = "dedup.json"
-_PART_FILE: Final = "dedup.json.new"
 _PREPARE_WITHIN_S: Final = 60
 _IDLE_LOOK_S: Final = 0.5
 _IDLE_ENDS_WITHIN_S: Final = 5.0
@@ -97,37 +95,6 @@ _REPORT_FRAMES: Final = 4
 _REPORTING: Final = {
     (f"org.apache.spark.sql.kafka010.KafkaMicroBatchStream{suffix}", "metrics") for suffix in ("", "$")
 }
-
-
-def _claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
-    """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
-
-    The identity is necessary because Spark does not check whether a checkpoint belongs to a query; without the
-    identity, Spark would use one topology's offsets for another topology. Raises StateIncompatible and changes nothing
-    if the directory contains a different identity, or contains files but no identity.
-    """
-    path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
-    if not files.exists(path):
-        left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # If a driver was killed while writing the identity, it may have left the part file behind.
-        if any(status.getPath().getName() != _PART_FILE for status in left):
-            raise StateIncompatible(
-                f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
-                f"missing. Nothing was changed. Use a directory for this topology only."
-            )
-        checkpoint.write(path, json.dumps({"id": uuid.uuid4().hex, **identity}, sort_keys=True), _PART_FILE)
-        return
-    try:
-        found = json.loads(checkpoint.read(path))
-    except ValueError as error:
-        raise StateIncompatible(f"{path}: is damaged ({error}). Use an empty directory.") from error
-    differs = [f"{name}: {found.get(name)!r}, now {own!r}" for name, own in identity.items() if found.get(name) != own]
-    if differs:
-        raise StateIncompatible(
-            f"{checkpoint.path}: is the checkpoint of another topology ({'; '.join(differs)}). Nothing was changed. "
-            f"Use that topology, or use an empty directory. The position is in the state, so nothing is read twice or "
-            f"lost."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,6 +572,8 @@ class Running:
         while all(query.goes_on(self._spark) for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
+            if self._monitor.failure is not None:
+                raise self._monitor.failure
             if time.monotonic() - looked_s >= _TASKS_LOOK_S:
                 failed, looked_s = _failed_tasks(self._spark), time.monotonic()
                 if failed and not failing:
@@ -621,13 +590,14 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
-    begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))
+    begun, onto = has_begun(checkpoint), options.onto_existing_output
     topology = asking(topology, settings)
-    ready = asyncio.run(prepared(topology, settings, onto_existing_output=options.onto_existing_output, begun=begun))
-    _claim(checkpoint, ready.identity())
+    ready = asyncio.run(prepared(topology, settings, onto_existing_output=onto, begun=begun))
+    claim(checkpoint, ready.identity())
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
-    monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds})
+    upkeep = StreamUpkeep(ready.topology, settings, ready.cluster, partial(continues_at, checkpoint, "dedup"))
+    monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds}, upkeep)
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)
     # Only the query `repartition` needs the lock, because it writes to the same topic as `_IdleMarks`.
     busy = {"repartition": nullcontext() if idle_marks is None else idle_marks.busy}

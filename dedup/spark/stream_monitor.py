@@ -1,7 +1,8 @@
-"""Logs each micro-batch of a running stream, and serves the same pages and metrics as a worker.
+"""Logs each micro-batch of a running stream, serves the same pages and metrics as a worker, and deletes old records.
 
 A driver thread adds up the counts that Spark tasks report after each commit. The thread also asks the brokers for the
-lag, because Spark does not know the lag while a micro-batch is running.
+lag, because Spark does not know the lag while a micro-batch is running. Like a worker, the thread deletes records of
+the changelog and of the repartition topic that nobody needs any more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.wire import NoAnswer, TopicPartition
@@ -29,6 +30,11 @@ from dedup.topology.model import SubTopology, Topology
 from dedup.web.server import WebServer
 from dedup.worker.introspection import exposition
 from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker.task import SteadyClock
+from dedup.worker.task_factory import topic_check
+from dedup.worker.task_manager import ended
+from dedup.worker.topics import Cluster
+from dedup.worker.upkeep import MAINTENANCE_EVERY_S, OldRecords, old_below
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 log: Final = logging.getLogger(__name__)
@@ -50,16 +56,70 @@ class _Seen:
     unstable_records: int | None = None
     state_ids: int = 0
     state_bytes: int = 0
+    truncate_below: int = 0
+    """See `PartitionReport.truncate_below`."""
+
+
+@dataclass(slots=True)
+class StreamUpkeep:
+    """Deletes a stream's old records, as a worker's `Maintenance` does."""
+
+    topology: Topology
+    settings: Settings
+    cluster: Cluster
+    continues_at: Callable[[], Mapping[TopicPartition, int]]
+    """Returns the offsets at which Spark would continue the query `dedup` after a crash. Spark repeats a micro-batch
+    that it has not committed, even if the tasks have, so records from there on must stay.
+    """
+    old: OldRecords = field(init=False, default_factory=OldRecords)
+    _clock: SteadyClock = field(init=False, default_factory=SteadyClock)
+
+    async def delete(self, seen: Mapping[TopicPartition, _Seen]) -> None:
+        """Delete the records that no partition in ``seen`` needs. If brokers do not respond, only log a warning.
+
+        Raises StateIncompatible if a topic was recreated.
+        """
+        changelog = self.topology.changelog_topic
+        wanted = {TopicPartition(changelog, place.partition): each.truncate_below for place, each in seen.items()}
+        try:
+            async with connected(self.settings, f"dedup-{self.topology.name}-upkeep") as wire:
+                if not self.topology.direct:
+                    wanted |= await self._old_repartitioned(wire, seen)
+                await self.old.delete(wire, topic_check(self.topology, self.cluster, wire), wanted)
+        except (BrokerUnavailable, CommitUnknown, NoAnswer) as error:
+            self.old.warn(error)
+
+    async def _old_repartitioned(
+        self, wire: KafkaWire, seen: Mapping[TopicPartition, _Seen]
+    ) -> dict[TopicPartition, int]:
+        """Map partitions of the repartition topic to the offset below which no record is needed; see `old_below`."""
+        continues_at = await asyncio.to_thread(self.continues_at)
+        found: dict[TopicPartition, int] = {}
+        for place, each in seen.items():
+            done = min(each.numbers.committed_offset or 0, continues_at.get(place, 0))
+            try:
+                found[place] = await old_below(wire, place, done, self._clock.now_ms())
+            except NoAnswer as error:  # another partition may have a leader
+                self.old.warn(error)
+        return found
 
 
 class StreamMonitor:
     """Implements `web.server.Answers` for a stream; its thread runs from `start` to `stop`."""
 
     def __init__(
-        self, topology: Topology, settings: Settings, positions: Mapping[SubTopology, Mapping[TopicPartition, int]]
+        self,
+        topology: Topology,
+        settings: Settings,
+        positions: Mapping[SubTopology, Mapping[TopicPartition, int]],
+        upkeep: StreamUpkeep | None = None,
     ) -> None:
+        """Without ``upkeep``, no records are deleted."""
         self._topology: Final = topology
         self._settings: Final = settings
+        self._upkeep: Final = upkeep
+        self.failure: Exception | None = None
+        """The error that must end the stream, for example because a topic was recreated, or None."""
         self._seen: Final = {
             (sub_topology, place): _Seen(offset)
             for sub_topology, places in positions.items()
@@ -105,6 +165,8 @@ class StreamMonitor:
     def _run_in_thread(self) -> None:
         try:
             asyncio.run(self._run())
+        except Exception as error:  # noqa: BLE001  # the stream ends with it
+            self.failure = error
         finally:
             # The stream starts even if the pages cannot be served.
             self._runs.set()
@@ -117,6 +179,9 @@ class StreamMonitor:
                 self.url = server.url
             self._runs.set()
             client_id = f"dedup-{self._topology.name}-monitor"
+            upkeep = asyncio.create_task(self._keep_up(), name="upkeep")
+            stack.push_async_callback(self._delete_old, within_s=_ANSWER_WITHIN_S)
+            stack.push_async_callback(ended, [upkeep])
             while not self._over:
                 try:
                     async with AsyncExitStack() as connection:
@@ -126,6 +191,25 @@ class StreamMonitor:
                 except (DedupError, NoAnswer, TimeoutError) as error:
                     self._lose_lag(str(error) or "no broker answers")
                     await self._news_within(_ANSWER_WITHIN_S)
+
+    async def _keep_up(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(MAINTENANCE_EVERY_S)
+            await self._delete_old()
+
+    async def _delete_old(self, within_s: float | None = None) -> None:
+        """Delete old records, also at the end of the stream, because a stream may always end after a few seconds."""
+        dedup = {place: seen for (kind, place), seen in self._seen.items() if kind == "dedup"}
+        committed = {place: seen for place, seen in dedup.items() if seen.numbers.committed_offset is not None}
+        if self._upkeep is None or not committed:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                await self._upkeep.delete(committed)
+        except TimeoutError:
+            self._upkeep.old.warn(BrokerUnavailable("no broker answered in time"))
+        except Exception as error:  # noqa: BLE001  # the stream ends with it, as a worker does
+            self.failure = error
 
     async def _watch(self, wire: KafkaWire) -> None:
         while True:
@@ -163,6 +247,7 @@ class StreamMonitor:
             seen.numbers.committed_time_ms = counted.committed_time_ms
             seen.numbers.last_commit_s = time.monotonic()
             seen.state_ids, seen.state_bytes = each.state_ids, each.state_bytes
+            seen.truncate_below = each.truncate_below
             for key, text in each.warnings.items():
                 if time.monotonic() - self._logged_s.get(key, -math.inf) >= _LOGGED_EVERY_S:
                     self._logged_s[key] = time.monotonic()

@@ -48,6 +48,7 @@ from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
+from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import bounds_of, first_readable, first_record
 from dedup.worker.task import SteadyClock, Task, TaskId
 from dedup.worker.task_factory import TaskFactory
@@ -94,6 +95,8 @@ class PartitionReport:
     next_offset: int
     state_ids: int
     state_bytes: int
+    truncate_below: int = 0
+    """The changelog offset below which no later owner needs a record; see `DedupTask.truncate_below`."""
     warnings: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The attempt's log messages, by the message's format string and its subject, such as a topic."""
 
@@ -364,7 +367,8 @@ class _Attempt:
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
         store = task.work.store
         state = (0, 0) if store is None else (store.count_ids(), store.approximate_bytes())
-        return PartitionReport(self._feeding, done, task.next_offset, *state)
+        below = task.work.truncate_below if isinstance(task.work, DedupTask) else None
+        return PartitionReport(self._feeding, done, task.next_offset, *state, truncate_below=below or 0)
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:

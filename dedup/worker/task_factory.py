@@ -75,11 +75,7 @@ class TaskFactory:
         Raises SettingsError if no installed package can read the checkpoint URL.
         """
         self.flow = load_code(self.topology) if self.topology.runs_code else None
-        names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
-        topics = {name: self.cluster.topics[name] for name in names}
-        expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
-        grown = () if self.topology.direct else (_ONLY_WORKERS_FOLLOW,)
-        self.check = TopicCheck(self.wire, expected, self.cluster.may_grow(self.topology), *grown)
+        self.check = topic_check(self.topology, self.cluster, self.wire)
         self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
         self.limits = Limits(self.cluster.limits, self.clock.now_ms, self.wire)
         if self.settings.state.checkpoint is not None:
@@ -244,3 +240,12 @@ class TaskFactory:
             by_arrival=topology.by_arrival,
             passes_ids_on=topology.passes_ids_on,
         )
+
+
+def topic_check(topology: Topology, cluster: Cluster, wire: Wire) -> TopicCheck:
+    """Return the check that the topics that a topology's tasks read, and the changelog, are as in ``cluster``."""
+    names = {*topology.source.topics, *topology.feeding_topics, topology.changelog_topic}
+    topics = {name: cluster.topics[name] for name in names}
+    expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
+    grown = () if topology.direct else (_ONLY_WORKERS_FOLLOW,)
+    return TopicCheck(wire, expected, cluster.may_grow(topology), *grown)

@@ -19,13 +19,11 @@ from yarl import URL
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
-from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.record_batch import GC_THRESHOLD
 from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
-from dedup.quantities import format_size
 from dedup.settings import Settings
 from dedup.store.directory import StorePool, own_state
 from dedup.store.rocks import RocksMemory
@@ -40,6 +38,7 @@ from dedup.worker.task import SteadyClock, Task, TaskState
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager, ended
 from dedup.worker.topics import Cluster, begins_anew, prepare
+from dedup.worker.upkeep import MAINTENANCE_EVERY_S, OldRecords, old_below, refuse_too_large
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
@@ -50,9 +49,6 @@ _LONGEST_LOOK_S: Final = 1.0
 _END_LOOK_S: Final = 0.05
 _METADATA_MAX_AGE_MS: Final = 10_000
 """The maximum time, in ms, until a worker notices a partition that was added to a source topic."""
-MAINTENANCE_EVERY_S: Final = 30.0
-KEEP_MS: Final = 86_400_000
-"""The minimum age, in ms, of records that are deleted from the repartition topic, which `dedup verify` replays."""
 
 
 class _Checked:
@@ -302,18 +298,13 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 class Maintenance:
     """Deletes records that are no longer needed for a restore, and enforces the limit on the state's size.
 
-    `run` repeats both until it is canceled. Deleting changelog records is safe at any time, even if the owner is
-    about to be fenced. The deleted records belong to expired segments, which no later owner needs, because stream
-    time never decreases. Records of the repartition topic are deleted only if they are committed and older than
-    `KEEP_MS`, because `dedup verify` replays that topic.
+    `run` repeats both until it is canceled. `OldRecords` says why the deletion is safe.
     """
 
     app: DedupApp
     topology: Topology
     clock: SteadyClock
-    deleted: dict[TopicPartition, int] = field(init=False, default_factory=dict)
-    """Maps each partition to the offset below which records were last deleted."""
-    warned: bool = field(init=False, default=False)
+    old: OldRecords = field(init=False, default_factory=OldRecords)
     truncated: set[TopicPartition] = field(init=False, default_factory=set)
     """The changelog partitions that somebody else has truncated; each one is logged only once."""
 
@@ -328,29 +319,14 @@ class Maintenance:
                 self.app.tasks.fail(error)
                 return
             except (BrokerUnavailable, CommitUnknown) as error:
-                self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        """Log the first failure. It costs only disk space on the broker, and the next round tries again."""
-        if not self.warned:
-            log.warning("old records were not deleted: %s", error, extra=ASIDE)
-            self.warned = True
+                self.old.warn(error)
 
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds `state.max_bytes_per_partition`."""
-        most = self.topology.state.max_bytes_per_partition
-        if most is None:
-            return
         for feeding, task in self.app.tasks.running.items():
             store = task.work.store if task.state is TaskState.RUNNING else None
-            size = 0 if store is None else store.approximate_bytes()
-            if size > most:
-                raise StateIncompatible(
-                    f"the state of {feeding} takes {size:,} bytes, more than "
-                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
-                    "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
-                    "or grace."
-                )
+            if store is not None:
+                refuse_too_large(self.topology, feeding, store.approximate_bytes())
 
     async def delete(self) -> None:
         """Delete changelog records that no live segment needs, and old committed records of the repartition topic.
@@ -364,17 +340,8 @@ class Maintenance:
                 try:
                     wanted |= await self._unneeded(feeding, task, dedup_task)
                 except NoAnswer as error:
-                    self._warn(error)
-        below = {partition: offset for partition, offset in wanted.items() if offset > self.deleted.get(partition, 0)}
-        if not below:
-            return
-        # Kafka deletes records by topic name, and this process may have been frozen while the topic was recreated.
-        await self.app.factory.check.confirm()
-        async with Admin(self.app.wire.connection) as admin:
-            await admin.delete_records(below)
-        self.deleted.update(below)
-        for partition, offset in below.items():
-            log.info("%s: records below %d are deleted", partition, offset)
+                    self.old.warn(error)
+        await self.old.delete(self.app.wire, self.app.factory.check, wanted)
 
     async def _unneeded(self, feeding: TopicPartition, task: Task, dedup_task: DedupTask) -> dict[TopicPartition, int]:
         """Map each partition that only this task reads to the offset below which no record is needed."""
@@ -383,8 +350,7 @@ class Maintenance:
         self._log_if_truncated(dedup_task, (await self.app.wire.bounds(changelog)).start)
         if not self.topology.direct:
             committed = task.numbers.committed_offset or 0
-            kept_from = await self.app.wire.offset_at(feeding, self.clock.now_ms() - KEEP_MS)
-            wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
+            wanted[feeding] = await old_below(self.app.wire, feeding, committed, self.clock.now_ms())
         return wanted
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:

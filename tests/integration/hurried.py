@@ -13,17 +13,17 @@ DONE = "upkeep is done"
 
 def main() -> None:
     """Delete old records at once, whatever their age, and then be `child.py`."""
-    from dedup.worker import worker as upkeep  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
+    from dedup.worker import upkeep, worker  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
 
-    upkeep.MAINTENANCE_EVERY_S = EVERY_S  # type: ignore[misc]
+    worker.MAINTENANCE_EVERY_S = EVERY_S  # type: ignore[misc]
     upkeep.KEEP_MS = KEEP_MS  # type: ignore[misc]
-    delete = upkeep.Maintenance.delete
+    delete = worker.Maintenance.delete
 
-    async def told(self: upkeep.Maintenance) -> None:
+    async def told(self: worker.Maintenance) -> None:
         await delete(self)
-        upkeep.log.info(DONE)
+        worker.log.info(DONE)
 
-    upkeep.Maintenance.delete = told  # type: ignore[method-assign]
+    worker.Maintenance.delete = told  # type: ignore[method-assign]
     spec = importlib.util.spec_from_file_location("child", Path(__file__).with_name("child.py"))
     assert spec is not None
     assert spec.loader is not None

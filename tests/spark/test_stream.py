@@ -7,9 +7,11 @@ import dataclasses
 import json
 import logging
 import pickle
+import shutil
 import threading
 import urllib.request
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import pyarrow as pa
 import pytest
@@ -18,17 +20,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.errors import RecordFailed, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, RecordFailed, StateIncompatible, TaskMigrated
+from dedup.kafka.wire import NoAnswer
 from dedup.kafka.wire import TopicPartition as Place
 from dedup.metrics import METRICS, TaskNumbers
 from dedup.settings import Settings, Web
-from dedup.spark.session import PicklableSettings, connected
+from dedup.spark.session import HadoopDirectory, PicklableSettings, connected
 from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
-from dedup.spark.stream_monitor import StreamMonitor
+from dedup.spark.stream_checkpoint import continues_at
+from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
 from dedup.verify.verifier import verify
 from tests.integration.fleet import until
+from tests.integration.test_truncate import seconds, sizes
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
 
@@ -240,6 +245,61 @@ def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
     assert "judged 2,000" in worker.log
     assert total(run(job), "judged") == 0
     job.judge()
+
+
+def test_the_changelog_holds_no_more_than_live_state_and_an_empty_disk_restores_it(make_job, run):
+    """Was: a stream never deleted a record of the changelog, which nothing else deletes either."""
+    job = make_job(document={"guard_period": "20s"})
+    job.send(seconds(0, 300))
+    assert len(run(job, most_offsets=1_000)) > 5
+    begins = sizes(job, job.topology.changelog_topic)
+    assert all(0 < begin < end < 2 * begin for begin, end in begins.values()), begins
+    shutil.rmtree(job.settings.state_dir)
+    job.send(seconds(259, 310))  # the first ones are as old as a sighting can be that still counts
+    assert total(run(job), "duplicate") > 41 * 40
+    judge(job)
+
+
+def test_the_repartition_topic_is_purged_below_what_spark_has_committed(make_job, run, spark, topic_names, monkeypatch):
+    monkeypatch.setattr("dedup.worker.upkeep.KEEP_MS", 0)
+    source = {"topics": [topic_names("one"), topic_names("two")]}
+    job = make_job(document={"source": source})
+    job.send(workload(21, 4_000, topics=2, scattered=True))
+    run(job, most_offsets=1_500)
+    topic = job.topology.repartition_topic
+    checkpoint = HadoopDirectory(spark, str(job.directory / "checkpoint"))
+    committed = continues_at(checkpoint, "dedup")
+    assert {place.partition: offset for place, offset in committed.items()} == job.admin.end_offsets(topic)
+    assert all(begin == end for begin, end in sizes(job, topic).values())
+    # The next run goes on there, and forgets nothing.
+    job.send(workload(21, 4_000, topics=2, scattered=True))
+    again = run(job)
+    assert total(again, "repartitioned") == 4_000
+    assert total(again, "unique") == 0
+    # A micro-batch that Spark has not committed is repeated.
+    commits = job.directory / "checkpoint" / "dedup" / "commits"
+    (commits / str(max(int(path.name) for path in commits.iterdir() if path.name.isdecimal()))).unlink()
+    assert continues_at(checkpoint, "dedup") == committed
+
+
+def test_a_monitor_tries_again_to_delete_old_records_unless_a_topic_was_recreated(monitor_of, monkeypatch, caplog):
+    monkeypatch.setattr("dedup.spark.stream_monitor.MAINTENANCE_EVERY_S", 0.01)
+    monitor = monitor_of()
+    upkeep = monitor._upkeep = StreamUpkeep(monitor._topology, monitor._settings, None, dict)
+    outcomes = [BrokerUnavailable("no broker"), NoAnswer("no leader"), StateIncompatible("was deleted and recreated")]
+
+    @asynccontextmanager
+    async def connected_once(*_):
+        raise outcomes.pop(0)
+        yield
+
+    monkeypatch.setattr("dedup.spark.stream_monitor.connected", connected_once)
+    report = PartitionReport(Place("in", 0), TaskNumbers(), next_offset=1, state_ids=0, state_bytes=0)
+    monitor._take(BatchReport("dedup", 0, [report], 0.25))
+    asyncio.run(monitor._keep_up())
+    assert str(monitor.failure) == "was deleted and recreated"
+    assert upkeep.old.warned
+    assert "old records were not deleted: no broker" in caplog.text
 
 
 def test_transactions_in_the_source_leave_gaps_that_lose_nothing(make_job, run):

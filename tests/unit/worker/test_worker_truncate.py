@@ -9,7 +9,7 @@ from dedup.errors import StateIncompatible
 from dedup.kafka.wire import LogBounds, NoAnswer
 from dedup.store.base import MemoryStore
 from dedup.store.changelog import NOT_SAID, TaskRecord
-from dedup.worker import worker
+from dedup.worker import upkeep, worker
 from dedup.worker.task import TaskState
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, task
@@ -65,7 +65,7 @@ def maintenance_of(monkeypatch, *, partitions=1, offline=None, confirm=confirmed
             raise NoAnswer(f"no leader is known for {place}")
         return LogBounds(0, 5_000)
 
-    monkeypatch.setattr(worker, "Admin", Deleting)
+    monkeypatch.setattr(upkeep, "Admin", Deleting)
     running = {}
     for number in range(partitions):
         store = MemoryStore()
@@ -107,5 +107,5 @@ async def test_a_partition_without_a_leader_does_not_keep_the_records_of_the_oth
     maintenance, deleted = maintenance_of(monkeypatch, partitions=3, offline=offline)
     await maintenance.delete()
     assert deleted == {CHANGELOG: 3, CHANGELOG._replace(partition=2): 3}
-    assert maintenance.deleted == deleted
+    assert maintenance.old.deleted == deleted
     assert "old records were not deleted: no leader is known for t.changelog/1" in caplog.text
