@@ -307,12 +307,16 @@ def raised_by_dedup(text: str) -> DedupError | None:
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translated_errors(
+    after_deletion: str = (
+        "Nothing was published. Give the topic a longer retention, or judge what is left with --start earliest."
+    ),
+) -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
     An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files,
-    StateIncompatible if Kafka deleted records while a job was reading them, and BrokerUnavailable if no broker answered
-    Spark. All other errors pass through unchanged.
+    StateIncompatible if Kafka deleted records while a job was reading them (its message ends with ``after_deletion``),
+    and BrokerUnavailable if no broker answered Spark. All other errors pass through unchanged.
     """
     try:
         yield
@@ -338,8 +342,7 @@ def translated_errors() -> Iterator[None]:
             found = _RANGE.search(text)
             place = f" (not all of {found[3]}/{found[4]} offsets {found[1]} to {found[2]} are left)" if found else ""
             raise StateIncompatible(
-                f"Kafka deleted records of the range while they were read{place}. Nothing was published. Give the "
-                f"topic a longer retention, or judge what is left with --start earliest."
+                f"Kafka deleted records of the range while they were read{place}. {after_deletion}"
             ) from error
         raise
 

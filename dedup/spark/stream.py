@@ -52,7 +52,7 @@ from dedup.spark.session import (
     raised_by_dedup,
     translated_errors,
 )
-from dedup.spark.stream_checkpoint import claim, continues_at, has_begun
+from dedup.spark.stream_checkpoint import claim, continues_at, has_begun, leave_behind
 from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
@@ -90,6 +90,10 @@ _INTERRUPTED: Final = "py4j.protocol.Py4JJavaError: An error occurred while call
 
 Spark's regular expression overflows the stack if a stack trace follows the text.
 """
+_AFTER_DELETION: Final = (
+    "Nothing was skipped. Start the stream again: it continues if the group has judged these records, and otherwise "
+    "says which ones were lost."
+)
 _ERROR_LINES: Final = 12
 _REPORT_FRAMES: Final = 4
 _REPORTING: Final = {
@@ -110,6 +114,10 @@ class Prepared:
     """
     unpinned: tuple[TopicPartition, ...]
     """Partitions that have no committed offset and whose start offset depends on when the stream starts."""
+    kept: Mapping[TopicPartition, int]
+    """Maps each partition to the first offset that Kafka holds."""
+    committed: Mapping[TopicPartition, int]
+    """Maps each partition of which the group has an offset to that offset."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
         """Return the start offsets of the partitions that the tasks of a sub-topology read."""
@@ -167,22 +175,25 @@ async def prepared(
 
 
 async def _with_positions(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> Prepared:
-    async def found(place: TopicPartition) -> tuple[int, bool]:
-        """Return the start offset of a partition, and whether it is not committed and depends on the current time."""
+    def start_of(place: TopicPartition) -> str | int:
+        return topology.source.start if place.topic in topology.source.topics else "earliest"
+
+    async def look(place: TopicPartition) -> tuple[int | None, int, int]:
+        """Return a partition's committed offset, its first offset, and the offset where the stream starts."""
         committed = await committed_offset(wire, topology.name, place)
         kept = (await bounds_of(wire, place)).start
         if committed is not None and committed < kept:
             sub_topology: SubTopology = "dedup" if place.topic in topology.feeding_topics else "repartition"
             raise deleted_unjudged(TaskId(sub_topology, place), committed, kept)
-        start = topology.source.start if place.topic in topology.source.topics else "earliest"
-        offset = committed if committed is not None else await first_offset(wire, place, start)
-        return offset, committed is None and start != "earliest"
+        return committed, kept, await first_offset(wire, place, start_of(place)) if committed is None else committed
 
     names = dict.fromkeys((*topology.source.topics, *topology.feeding_topics))
-    starts = await at_once(found, cluster.places(names))
-    positions = {place: offset for place, (offset, _) in starts.items()}
-    unpinned = tuple(place for place, (_, varies) in starts.items() if varies)
-    return Prepared(topology, settings, cluster, positions, unpinned)
+    starts = await at_once(look, cluster.places(names))
+    positions = {place: offset for place, (_, _, offset) in starts.items()}
+    begins = {place: kept for place, (_, kept, _) in starts.items()}
+    found = {place: committed for place, (committed, _, _) in starts.items() if committed is not None}
+    unpinned = tuple(place for place in starts if place not in found and start_of(place) != "earliest")
+    return Prepared(topology, settings, cluster, positions, unpinned, begins, found)
 
 
 async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> list[TopicPartition]:
@@ -371,7 +382,7 @@ class _Query:
     def _judge(self, rows: DataFrame, batch_id: int) -> None:
         self.idle.clear()
         try:
-            with translated_errors():
+            with translated_errors(_AFTER_DELETION):
                 self._judge_batch(rows, batch_id)
         except Exception as error:
             if self.stopping:
@@ -596,6 +607,9 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     claim(checkpoint, ready.identity())
     asyncio.run(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
+    for kind in kinds:
+        own = ready.feeding(kind)
+        leave_behind(checkpoint, kind, {place: ready.kept[place] for place in own}, ready.committed)
     upkeep = StreamUpkeep(ready.topology, settings, ready.cluster, partial(continues_at, checkpoint, "dedup"))
     monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds}, upkeep)
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)

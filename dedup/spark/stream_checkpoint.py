@@ -6,6 +6,7 @@ The position is in the state, so a stream needs the directory only to continue i
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,6 +17,7 @@ from dedup.errors import StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.spark.session import HadoopDirectory
 
+log: Final = logging.getLogger(__name__)
 _IDENTITY_FILE: Final = "dedup.json"
 _PART_FILE: Final = "dedup.json.new"
 
@@ -74,6 +76,41 @@ def continues_at(checkpoint: HadoopDirectory, query: str) -> dict[TopicPartition
         return {TopicPartition(topic, int(number)): int(offset) for topic, number, offset in offsets}
     except (Py4JJavaError, ValueError, AttributeError, LookupError):
         return {}  # Spark says what is wrong with its files when it reads them
+
+
+def leave_behind(
+    checkpoint: HadoopDirectory, query: str, kept: Mapping[TopicPartition, int], committed: Mapping[TopicPartition, int]
+) -> None:
+    """Delete a query's checkpoint if Kafka has deleted records that Spark would read, but that the group has judged.
+
+    This can happen if a fleet has judged the records, or if the stream was stopped before Spark committed its last
+    micro-batch. Without a checkpoint, the query begins at the group's committed offsets. ``kept`` maps each partition
+    to the first offset that Kafka holds, and ``committed`` to the group's offset, which is not below the first one.
+
+    Raises StateIncompatible if the group has no offset of such a partition.
+    """
+    gone = {place: at for place, at in continues_at(checkpoint, query).items() if at < kept.get(place, 0)}
+    unknown = next((place for place in gone if place not in committed), None)
+    if unknown is not None:
+        raise StateIncompatible(
+            f"{checkpoint.path}: continues at offset {gone[unknown]} of {unknown}, but Kafka has deleted the records "
+            f"below {kept[unknown]}, and the group has no offset that says whether they were judged. Nothing was "
+            f"changed. With an empty checkpoint directory, the stream begins where the state ends, or else at the "
+            f"topology's start."
+        )
+    for place, at in gone.items():
+        log.info(
+            "%s: the checkpoint continues at offset %d, but the group has judged the records up to %d, and Kafka "
+            "has deleted those below %d. The query %s begins at the group's offsets.",
+            *(place, at, committed[place], kept[place], query),
+        )
+    if gone:
+        path, old = checkpoint.at(query), checkpoint.at(f"{query}.old")
+        checkpoint.files.delete(old, True)  # noqa: FBT003  # Java has no keywords: recursive
+        # Spark could not continue from a directory of which a part is deleted.
+        if not checkpoint.files.rename(path, old):
+            raise StateIncompatible(f"{path}: cannot be renamed to {old}. Use an empty checkpoint directory.")
+        checkpoint.files.delete(old, True)  # noqa: FBT003
 
 
 def _numbers(checkpoint: HadoopDirectory, name: str) -> set[int]:

@@ -27,7 +27,7 @@ from dedup.metrics import METRICS, TaskNumbers
 from dedup.settings import Settings, Web
 from dedup.spark.session import HadoopDirectory, PicklableSettings, connected
 from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
-from dedup.spark.stream_checkpoint import continues_at
+from dedup.spark.stream_checkpoint import continues_at, leave_behind
 from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
 from dedup.topology.parse import parse
@@ -233,7 +233,7 @@ def samples(exposition):
     return found
 
 
-def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
+def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run, spark):
     job = make_job()
     events = workload(5, 6_000)
     job.send(events[:2_000])
@@ -245,6 +245,21 @@ def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
     assert "judged 2,000" in worker.log
     assert total(run(job), "judged") == 0
     job.judge()
+    # Meanwhile, what the fleet has judged is deleted: Spark's checkpoint is behind it. Was: "Kafka deleted records of
+    # the range while they were read", although all of them were judged.
+    job.send(workload(55, 1_000))
+    job.finish("a")
+    (source,) = job.topology.source.topics
+    job.admin.delete_below(source, job.committed())
+    job.send(workload(56, 1_000))
+    assert total(run(job), "judged") == 1_000
+    # Of records that were read by nobody, nothing says that they were judged.
+    checkpoint = HadoopDirectory(spark, str(job.directory / "checkpoint"))
+    ends = {Place(source, partition): offset for partition, offset in job.admin.end_offsets(source).items()}
+    later = {place: offset + 10 for place, offset in ends.items()}
+    with pytest.raises(StateIncompatible, match=r"continues at offset \d+ of .*, and the group has no offset"):
+        leave_behind(checkpoint, "dedup", later, {})
+    assert continues_at(checkpoint, "dedup") == ends
 
 
 def test_the_changelog_holds_no_more_than_live_state_and_an_empty_disk_restores_it(make_job, run):
