@@ -354,6 +354,9 @@ class _Query:
     restarted: bool = False
     idle: threading.Event = field(default_factory=threading.Event)
     """Set while no micro-batch is being judged."""
+    healed: set[TopicPartition] = field(default_factory=set)
+    """The partitions whose damaged local state was restored; if it is damaged again, the stream ends, as a worker does.
+    """
     stopping: bool = False
     """True as soon as Spark is told to stop the query, which interrupts it."""
 
@@ -398,7 +401,8 @@ class _Query:
         """Judge and commit a micro-batch. If a task attempt reports an error, raise that error."""
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
-        plan = AttemptPlan(ready.topology, settings, ready.cluster, self.options.commit_rows, self.registry)
+        commit_rows, healed = self.options.commit_rows, frozenset(self.healed)
+        plan = AttemptPlan(ready.topology, settings, ready.cluster, commit_rows, self.registry, healed)
         with self.busy, described(rows.sparkSession, f"{self.name}: judge and commit micro-batch {batch_id}"):
             found = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT).collect()
             reports = list(_reports_in(found))
@@ -406,6 +410,7 @@ class _Query:
                 reports += self._pass_markers(plan, rows.sparkSession, {report.feeding for report in reports})
         judged = BatchReport(self.sub_topology, batch_id, reports, time.monotonic() - began_s)
         self.monitor.add(judged)
+        self.healed.update(report.feeding for report in reports if report.healed)
         if self.options.on_batch is not None:
             self.options.on_batch(judged)
 

@@ -12,6 +12,8 @@ group's offset. Each attempt begins at the next offset to judge, and therefore h
   InitProducerId request of the newer attempt fences the older one.
 * If records exist between the next offset to judge and the first input row, the attempt stops, because otherwise these
   records would be lost.
+* If the local state turns out to be damaged, the attempt deletes it, restores it from the changelog, and judges the
+  uncommitted records again.
 * If transaction markers and aborted records follow the judged records, the attempt commits the offset after them, as a
   worker does. Otherwise, if retention deleted them, it would look as if records had been deleted before they were
   judged.
@@ -84,6 +86,8 @@ class AttemptPlan:
     """Number of rows in a transaction; no transaction may stay open longer than its timeout."""
     registry: SchemaRegistry | None = None
     """The schema registry, or None if values do not name their schemas."""
+    healed: frozenset[TopicPartition] = frozenset()
+    """The partitions whose local state was found damaged, and restored, in an earlier micro-batch of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,12 @@ class PartitionReport:
     next_offset: int
     state_ids: int
     state_bytes: int
-    truncate_below: int = 0
-    """The changelog offset below which no later owner needs a record; see `DedupTask.truncate_below`."""
     warnings: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The attempt's log messages, by the message's format string and its subject, such as a topic."""
+    truncate_below: int = 0
+    """The changelog offset below which no later owner needs a record; see `DedupTask.truncate_below`."""
+    healed: bool = False
+    """Whether the local state was found damaged while records were judged, and restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +259,8 @@ class _Attempt:
         self._done: Final = TaskNumbers()
         """The counts of the records that earlier tasks of this attempt are known to have committed."""
         self._uncommitted: list[FeedBatch] = []
+        self._may_heal: Final = feeding not in plan.healed
+        self._healed = False
         self._group = factory.build((feeding,))
 
     @property
@@ -270,8 +278,7 @@ class _Attempt:
                 follows = batch.next_offset
                 if self._schemas is not None and follows > self._task.next_offset:
                     await self._find_schemas(linked, self._schemas)
-                self._uncommitted.append(linked)
-                await self._task.process(linked)
+                await self._take(linked)
                 if sum(map(len, self._uncommitted)) >= self._commit_rows:
                     await self._commit()
             await self._pass_markers(follows)
@@ -288,8 +295,15 @@ class _Attempt:
         end = await first_readable(self._wire, self._feeding, self._task.next_offset)
         passed = FeedBatch.of(self._feeding, Columns(), follows=follows, ends_at=end)
         if passed.next_offset > self._task.next_offset:
-            self._uncommitted.append(passed)
-            await self._task.process(passed)
+            await self._take(passed)
+
+    async def _take(self, batch: FeedBatch) -> None:
+        """Judge a batch, and keep it until it is committed."""
+        self._uncommitted.append(batch)
+        try:
+            await self._task.process(batch)
+        except TaskCorrupted as damage:
+            await self._heal(damage)
 
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
         """Wait until all schemas named in a batch are known; before waiting, commit the open transaction."""
@@ -338,17 +352,34 @@ class _Attempt:
             await self._task.start()
 
     async def _commit(self) -> None:
-        for renewals in range(_MOST_RENEWALS + 1):
+        renewals = 0
+        while True:
             try:
                 await self._group.commit()
             except CommitUnknown:
-                if renewals == _MOST_RENEWALS:
+                renewals += 1
+                if renewals > _MOST_RENEWALS:
                     raise
                 await self._renew()
+            except TaskCorrupted as damage:
+                await self._heal(damage)
             else:
                 self._uncommitted.clear()
                 self._committed_s = asyncio.get_running_loop().time()
                 return
+
+    async def _heal(self, damage: TaskCorrupted) -> None:
+        """Delete the damaged local state, restore it, and judge the uncommitted records again.
+
+        Raises ``damage`` after the deletion if the state was found damaged before, because the disk is to blame then.
+        """
+        await self._group.close(drain=False)
+        self._factory.wipe(self._feeding)
+        if self._healed or not self._may_heal:
+            raise damage
+        log.warning("%s: %s", self._task.task_id, damage)
+        self._healed = True
+        await self._renew()
 
     async def _renew(self) -> None:
         """Open a new epoch to find out whether the last commit succeeded, and judge the uncommitted records again."""
@@ -357,9 +388,12 @@ class _Attempt:
         self._group = self._factory.build((self._feeding,))
         await self._start()
         follows = self._task.next_offset
-        for batch in self._uncommitted:
-            await self._task.process(replace(batch, follows=follows))
-            follows = batch.next_offset
+        try:
+            for batch in self._uncommitted:
+                await self._task.process(replace(batch, follows=follows))
+                follows = batch.next_offset
+        except TaskCorrupted as damage:
+            await self._heal(damage)
 
     def _report(self) -> PartitionReport:
         task, done = self._task, self._done
@@ -368,7 +402,9 @@ class _Attempt:
         store = task.work.store
         state = (0, 0) if store is None else (store.count_ids(), store.approximate_bytes())
         below = task.work.truncate_below if isinstance(task.work, DedupTask) else None
-        return PartitionReport(self._feeding, done, task.next_offset, *state, truncate_below=below or 0)
+        return PartitionReport(
+            self._feeding, done, task.next_offset, *state, truncate_below=below or 0, healed=self._healed
+        )
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.errors import BrokerUnavailable, RecordFailed, StateIncompatible, TaskMigrated
+from dedup.errors import BrokerUnavailable, RecordFailed, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.wire import NoAnswer
 from dedup.kafka.wire import TopicPartition as Place
 from dedup.metrics import METRICS, TaskNumbers
@@ -30,8 +30,11 @@ from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
 from dedup.spark.stream_checkpoint import continues_at, leave_behind
 from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
+from dedup.store.rocks import RocksStore
 from dedup.topology.parse import parse
 from dedup.verify.verifier import verify
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.task_factory import TaskFactory
 from tests.integration.fleet import until
 from tests.integration.test_truncate import seconds, sizes
 from tests.integration.workload import BASE_MS, Event, workload
@@ -544,6 +547,40 @@ def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     assert "continues at offset 500" in str(error)
     assert "0 is the first that would be lost" in str(error)
     assert job.written()[job.output] == before
+
+
+@pytest.mark.parametrize("found", ["judge", "apply"])
+def test_f31_damage_found_while_running_is_restored_and_nothing_is_judged_twice(make_job, plan_of, monkeypatch, found):
+    """Was: the stream ended, and the damaged directory stayed, although the message said that it would be deleted."""
+    job = make_job(partitions=1)
+    job.send(one_partition(workload(19, 1_000)))
+    calls, at = [], {"judge": 6, "apply": 3}[found]
+    where = {"judge": DedupTask, "apply": RocksStore}[found]
+    method, wipe = getattr(where, found), TaskFactory.wipe
+
+    def damaged(self, *arguments):
+        calls.append("judge")
+        if calls.count("judge") >= at and "wipe" not in calls:
+            raise TaskCorrupted("a block of the store has a wrong checksum")
+        return method(self, *arguments)
+
+    def wiped(self, feeding):
+        calls.append("wipe")
+        wipe(self, feeding)
+
+    monkeypatch.setattr(where, found, damaged)
+    monkeypatch.setattr(TaskFactory, "wipe", wiped)
+    report = report_of(plan_of(job), arrow_of(job, 100))
+    assert (report.next_offset, report.healed, calls.count("wipe")) == (1_000, True, 1)
+    assert ["a block of the store has a wrong checksum" in text for text in report.warnings.values()].count(True) == 1
+    job.judge()
+    # Damage that is found again in another micro-batch ends the stream.
+    calls.clear()
+    job.send(one_partition(workload(20, 1_000)))
+    again = dataclasses.replace(plan_of(job), healed=frozenset({report.feeding}))
+    error = report_of(again, arrow_of(job, 100))
+    assert "a block of the store has a wrong checksum" in str(error)
+    assert calls[-1] == "wipe"
 
 
 def test_a_speculative_copy_fences_the_first_attempt(make_job, plan_of):
