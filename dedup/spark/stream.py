@@ -71,6 +71,7 @@ from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
+from dedup.worker.upkeep import refuse_too_large
 
 log: Final = logging.getLogger(__name__)
 
@@ -398,7 +399,10 @@ class _Query:
             self.idle.set()
 
     def _judge_batch(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge and commit a micro-batch. If a task attempt reports an error, raise that error."""
+        """Judge and commit a micro-batch. If a task attempt reports an error, raise that error.
+
+        Raises StateIncompatible if the state of a partition is too large now.
+        """
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
         commit_rows, healed = self.options.commit_rows, frozenset(self.healed)
@@ -413,6 +417,8 @@ class _Query:
         self.healed.update(report.feeding for report in reports if report.healed)
         if self.options.on_batch is not None:
             self.options.on_batch(judged)
+        for report in reports:
+            refuse_too_large(ready.topology, report.feeding, report.state_bytes)
 
     def _pass_markers(
         self, plan: AttemptPlan, spark: SparkSession, judged: Collection[TopicPartition]

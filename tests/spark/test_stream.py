@@ -390,6 +390,18 @@ def test_a_policy_that_stops_is_raised_as_what_it_is(make_job, run):
         run(job)
 
 
+def test_state_beyond_its_bound_stops_the_stream_with_a_sentence(make_job, run):
+    """Was: the limit was only shown."""
+    job = make_job(document={"state": {"max_bytes_per_partition": "4KiB"}})
+    job.send(seconds(0, 1, per_second=2_000))
+    with pytest.raises(StateIncompatible, match=r"more than state.max_bytes_per_partition \(4KiB\).* Nothing is lost"):
+        run(job)
+    assert sum(job.committed().values()) == len(job.sent)
+    bounded = job.topology.state.model_copy(update={"max_bytes_per_partition": 1 << 30})
+    assert total(run(job, topology=dataclasses.replace(job.topology, state=bounded)), "judged") == 0
+    job.judge()
+
+
 # Refusals: nothing is touched.
 
 
