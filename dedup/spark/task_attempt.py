@@ -53,7 +53,7 @@ from dedup.topology.model import SubTopology, Topology
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import bounds_of, first_readable, first_record
 from dedup.worker.task import SteadyClock, Task, TaskId
-from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_factory import ONLY_WORKERS_FOLLOW, TaskFactory
 from dedup.worker.topics import Cluster
 
 log: Final = logging.getLogger(__name__)
@@ -214,13 +214,7 @@ def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
 async def _judge(
     plan: AttemptPlan, feeding: TopicPartition, first: FeedBatch | None, batches: Iterator[FeedBatch]
 ) -> PartitionReport:
-    had = plan.cluster.topics[feeding.topic].partitions
-    if feeding.partition >= had:
-        raise StateIncompatible(
-            f"topic {feeding.topic!r} had {had} partitions when the stream started, but now has partition "
-            f"{feeding.partition}: IDs may have moved away from the partition with their sightings. No record of "
-            f"the new partition was judged. `dedup reset` and an empty checkpoint directory start from scratch."
-        )
+    _refuse_added(plan, feeding)
     settings = plan.settings.reveal()
     name = plan.topology.name
     async with connected(settings, f"dedup-{name}-spark", patience_ms=int(_BROKER_WITHIN_S * 1000)) as wire:
@@ -236,6 +230,24 @@ async def _judge(
             finally:
                 if schemas is not None:
                     schemas.close()
+
+
+def _refuse_added(plan: AttemptPlan, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible if the partition was added to its topic after the stream started."""
+    topic = plan.cluster.topics[feeding.topic]
+    if feeding.partition < topic.partitions:
+        return
+    added = (
+        f"topic {feeding.topic!r} had {topic.partitions} partitions when the stream started, but now has partition "
+        f"{feeding.partition}"
+    )
+    if not plan.topology.direct and feeding.topic in plan.topology.source.topics:
+        # The repartition topic, which decides where an ID is judged, is as it was.
+        raise StateIncompatible(f"{added}. No record of the new partition was judged. {ONLY_WORKERS_FOLLOW}")
+    raise StateIncompatible(
+        f"{added}: IDs may have moved away from the partition with their sightings. No record of the new partition was "
+        f"judged. `dedup reset` and an empty checkpoint directory start from scratch."
+    )
 
 
 class _Attempt:

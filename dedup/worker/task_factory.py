@@ -37,7 +37,7 @@ from dedup.worker.task import Committing, SteadyClock, Task, TaskId, TaskWork
 from dedup.worker.task_group import Members, TaskGroup
 from dedup.worker.topics import Cluster, routes_of
 
-_ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
+ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 _PRODUCE_BYTES: Final = 64 << 10
 """The size below which a batch waits for more batches or for the commit, because each request costs CPU time."""
 
@@ -247,5 +247,5 @@ def topic_check(topology: Topology, cluster: Cluster, wire: Wire) -> TopicCheck:
     names = {*topology.source.topics, *topology.feeding_topics, topology.changelog_topic}
     topics = {name: cluster.topics[name] for name in names}
     expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
-    grown = () if topology.direct else (_ONLY_WORKERS_FOLLOW,)
+    grown = () if topology.direct else (ONLY_WORKERS_FOLLOW,)
     return TopicCheck(wire, expected, cluster.may_grow(topology), *grown)

@@ -498,16 +498,24 @@ def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
     job.judge()
 
 
-def test_a_partition_that_was_added_is_refused(make_job, plan_of):
-    job = make_job(partitions=2)
+@pytest.mark.parametrize(
+    ("direct", "says", "never"),
+    [(True, "`dedup reset` and an empty", "Only `dedup run`"), (False, "Only `dedup run` reads", "`dedup reset`")],
+)
+def test_a_partition_that_was_added_is_refused(make_job, plan_of, topic_names, direct, says, never):
+    """Behind a repartition topic, no ID moves, so a reset would be of no use; a fleet continues."""
+    source = {"source": {"topics": [topic_names("in")], **({"partitioned_by": "tracking_id"} if direct else {})}}
+    job = make_job(partitions=2, document=source)
     job.send(one_partition(workload(15, 100)))
     plan = plan_of(job)
     topics = {name: dataclasses.replace(topic, partitions=1) for name, topic in plan.cluster.topics.items()}
     before = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, topics=topics))
     (first,) = arrow_of(job, 100)
     moved = first.set_column(1, "partition", pa.array([1] * 100, pa.int32()))
-    error = report_of(before, [moved])
-    assert "had 1 partitions when the stream started, but now has partition 1" in str(error)
+    error = str(report_of(before, [moved]))
+    assert "had 1 partitions when the stream started, but now has partition 1" in error
+    assert says in error
+    assert never not in error
 
 
 def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
