@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import pickle
 import re
@@ -451,10 +452,11 @@ def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> I
     """Yield a directory for the partition's state; no other attempt can use this state while the ``with`` block runs.
 
     If a fenced attempt still uses the regular directory, the function yields an empty temporary directory instead.
+    Raises StateIncompatible if ``state_dir`` cannot be used.
     """
     shared = state_dir / ".spark"
-    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = f"{topology}-{feeding.topic.replace('.', '-')}-{feeding.partition}"
+    # The names of a topology and a topic together may be longer than a file name may be.
+    name = hashlib.sha256(f"{topology}/{feeding.topic}/{feeding.partition}".encode()).hexdigest()
     with ExitStack() as owner:
         try:
             owner.enter_context(own_state(shared, name))

@@ -29,7 +29,7 @@ from dedup.spark.session import HadoopDirectory, PicklableSettings, connected
 from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
 from dedup.spark.stream_checkpoint import continues_at, leave_behind
 from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep
-from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, judge_partition
+from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, _own_directory, judge_partition
 from dedup.store.rocks import RocksStore
 from dedup.topology.parse import parse
 from dedup.verify.verifier import verify
@@ -567,6 +567,19 @@ def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     assert "continues at offset 500" in str(error)
     assert "0 is the first that would be lost" in str(error)
     assert job.written()[job.output] == before
+
+
+def test_a_state_directory_holds_the_longest_names_and_is_named_if_it_cannot_be_used(tmp_path):
+    """Was: OSError: File name too long; a plain NotADirectoryError or PermissionError."""
+    place = Place("t" * 249, 0)
+    with _own_directory(tmp_path / "state", "n" * 200, place) as own:
+        assert own == tmp_path / "state" / ".spark"
+        with _own_directory(tmp_path / "state", "n" * 200, Place("u" * 249, 0)) as other:
+            assert other == own
+    (tmp_path / "file").touch()
+    refused = pytest.raises(StateIncompatible, match=r"/file/state/.spark: cannot be used: Not a directory. Make sta")
+    with refused, _own_directory(tmp_path / "file" / "state", "n", place):
+        pass
 
 
 @pytest.mark.parametrize("found", ["judge", "apply"])
