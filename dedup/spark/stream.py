@@ -240,6 +240,8 @@ class _IdleMarks:
         """Maps a partition without new records to its position and to the time when the partition was first seen idle
         (inf once a marker has been written).
         """
+        self.failure: Exception | None = None
+        """The error that must end the stream, because without markers stream time would stand still, or None."""
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -256,14 +258,16 @@ class _IdleMarks:
         self._thread.join(_IDLE_ENDS_WITHIN_S)
 
     def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            asyncio.run(self._watch_again())
+        try:
+            with suppress(asyncio.CancelledError):
+                asyncio.run(self._watch_again())
+        except Exception as error:  # noqa: BLE001  # the stream ends with it, as a worker does
+            self.failure = error
 
     async def _watch_again(self) -> None:
         self._loop, self._watching = asyncio.get_running_loop(), asyncio.current_task()
         while not self._over.is_set():
-            # These errors are not fatal, because markers only advance stream time. An error that must stop the stream
-            # also stops a task.
+            # After these errors, another attempt may succeed.
             try:
                 await self._watch()
             except (BrokerUnavailable, NoAnswer, CommitUnknown) as error:
@@ -594,8 +598,9 @@ class Running:
         while all(query.goes_on(self._spark) for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):
                 return
-            if self._monitor.failure is not None:
-                raise self._monitor.failure
+            for beside in (self._monitor, self._idle_marks):
+                if beside is not None and beside.failure is not None:
+                    raise beside.failure
             if time.monotonic() - looked_s >= _TASKS_LOOK_S:
                 failed, looked_s = _failed_tasks(self._spark), time.monotonic()
                 if failed and not failing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import logging
 import pickle
@@ -125,6 +126,19 @@ def test_a_silent_partition_is_marked_idle(make_job, spark, topic_names):
         until(lambda: job.admin.end_offsets(f"{job.name}-out.late") != {0: 0, 1: 0}, "something is late", within_s=100)
     finally:
         stream.stop()
+        stream.wait()
+
+
+def test_a_stream_ends_with_the_error_that_ends_its_idle_markers(make_job, spark, topic_names, monkeypatch):
+    """Was: the stream went on without markers until its next start, and a silent partition held stream time back."""
+    job = make_job(document={"source": {"topics": [topic_names("one"), topic_names("two")]}, "idle_after": "1s"})
+
+    async def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_IdleMarks, "_mark", full)
+    stream = start_stream(spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint")))
+    with pytest.raises(OSError, match="No space left on device"):
         stream.wait()
 
 
