@@ -78,7 +78,7 @@ class AuditCut:
         self.size_bytes: Final = RECORD_BYTES * sum(
             each.high - each.low for part in self.bounds.values() for each in part.values()
         )
-        self.contiguous: Final = history is None or not topology.direct or history.contiguous
+        self.contiguous: Final = history is None or not topology.direct or history.contiguous_without_pieces
         """See `batch_verdicts.judged`."""
         self.log, self.known = self._judged_by_the_fleet(history)
         """`log` contains the records that the fleet judged (`columns.RECORDS`), including a seed's history. `known`

@@ -117,7 +117,9 @@ class History:
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether Spark reads the records in log order without a sort; see `batch_verdicts.judged`."""
+    """Whether the tasks read the records in log order without a sort (`batch_verdicts.judged`): from `pieces` if there
+    are any, and otherwise from `records`.
+    """
     identity: str
     """Identifies the input; the same input has the same identity."""
     place: str
@@ -138,6 +140,17 @@ class History:
     """The columns of the input if each row is an event; otherwise, None."""
     absent: frozenset[str] = frozenset()
     """The columns that a record's ID or event time can come from, but that the input does not have."""
+
+    @property
+    def contiguous_without_pieces(self) -> bool:
+        """Whether Spark reads `records` in log order without a sort, so that no task reads `pieces`."""
+        # The tasks that read `pieces` follow the names of the files, but Spark begins with the largest files.
+        return self.contiguous and self.pieces is None
+
+    def where(self, condition: Column) -> History:
+        """Return only the records for which ``condition`` is true, without `pieces`, because Spark filters them."""
+        records = self.records.where(condition)
+        return replace(self, records=records, pieces=None, contiguous=self.contiguous_without_pieces)
 
 
 def read_files(

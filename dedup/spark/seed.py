@@ -226,7 +226,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
     mine = fn.col("offset").isNull() | begin.isNull() | (fn.col("offset") < begin)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
-    return replace(history, records=history.records.where(mine), pieces=None)
+    return history.where(mine)
 
 
 def _marks(

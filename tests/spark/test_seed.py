@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.wire import TopicPartition
 from dedup.spark.audit import audit
 from dedup.spark.columns import RECORDS
+from dedup.spark.files import read_files
 from dedup.spark.seed import seed
 from dedup.store.changelog import TASK_RECORD_KEY, SightingKey, decode_sightings, decode_task_record, parse_key
 from dedup.verify.verifier import verify
@@ -171,6 +174,42 @@ def test_an_audit_leaves_out_what_the_seed_refused_for_its_time(spark, make_job)
     found = audit(spark, job.topology, job.settings, history=files)
     assert found.passed, found.to_json()
     assert sum(books.unique for books in found.books) > 100
+
+
+def test_a_seed_and_an_audit_read_several_files_whose_sizes_are_in_another_order_than_their_offsets(
+    spark, make_job, tmp_path
+):
+    """Spark reads the largest files first: here the first and the last one in one task, and the middle in another."""
+    job = make_job()
+    history, live = events(9, 3_000), events(10, 1_000, first=3_000)
+    job.send(history)
+    topic, limits = job.topology.source.topics[0], (0, 800, 900, 3_000)
+    parts = [list(enumerate(of_partition(history, partition))) for partition in range(2)]
+    for name, first, last in zip("abc", limits, limits[1:], strict=False):
+        rows = [(topic, at, offset, event) for at, part in enumerate(parts) for offset, event in part[first:last]]
+        columns = {
+            "key": [event.key for *_, event in rows],
+            "value": [event.value for *_, event in rows],
+            "timestamp_ms": [event.timestamp_ms for *_, event in rows],
+            "topic": [row[0] for row in rows],
+            "partition": pa.array([row[1] for row in rows], pa.int32()),
+            "offset": [row[2] for row in rows],
+        }
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    sizes = [file.stat().st_size for file in sorted(tmp_path.glob("*.parquet"))]
+    assert sizes[1] < min(sizes[0], sizes[2])
+    files = read_files(spark, [str(tmp_path / f"{name}.parquet") for name in "abc"], "parquet")
+    assert files.contiguous
+    done = seed(spark, job.topology, job.settings, "latest", history=files)
+    assert sum(done.counts.verdicts.values()) == len(history)
+    job.send(live)
+    job.finish()
+    for partition in range(2):
+        both = [of_partition(history, partition), of_partition(live, partition)]
+        assert forwarded(job, partition) == expected(both, len(both[0]))
+    found = audit(spark, job.topology, job.settings, history=files)
+    assert found.passed, found.to_json()
+    assert found.read == len(live)
 
 
 def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names, monkeypatch):
