@@ -94,13 +94,21 @@ def run(
     The argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must
     configure logging.
 
-    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals. Also raises
-    the error that stops the worker: `StateIncompatible` if the state or the topics do not match the topology,
-    `BrokerUnavailable` if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed
-    before the error stay committed, and the next run continues after them.
+    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals, or
+    inside an event loop, such as that of a notebook, because the worker runs its own. Also raises the error that
+    stops the worker: `StateIncompatible` if the state or the topics do not match the topology, `BrokerUnavailable`
+    if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed before the error
+    stay committed, and the next run continues after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")
+    from dedup.kafka.topic_admin import in_event_loop
+
+    if in_event_loop():
+        raise RuntimeError(
+            "an event loop runs in this thread, as it does in a notebook; call dedup.run in a program without one, or "
+            "run the command `dedup run`"
+        )
     from dedup.web.server import WebServer
     from dedup.worker.worker import RunOptions, main_loop
 

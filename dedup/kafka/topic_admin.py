@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
@@ -271,9 +272,28 @@ def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
     )
 
 
+def in_event_loop() -> bool:
+    """Return whether this thread runs an event loop, as a notebook's kernel does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_in_new_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a new event loop, and return its result. If this thread already runs an event loop, block it,
+    and run the new event loop in another thread.
+    """
+    if not in_event_loop():
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
     """Connect to the cluster, call ``work``, and return its result. Raises BrokerUnavailable if no broker responds."""
-    return asyncio.run(connected(Connection.of(settings, client_id=client_id), work))
+    return run_in_new_loop(connected(Connection.of(settings, client_id=client_id), work))
 
 
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:

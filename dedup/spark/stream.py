@@ -38,7 +38,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, TaskMigra
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.outage_lines import ASIDE
 from dedup.kafka.schema_registry import SchemaRegistry, asking
-from dedup.kafka.topic_admin import Admin
+from dedup.kafka.topic_admin import Admin, run_in_new_loop
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.columns import feeding_columns
@@ -619,9 +619,9 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun, onto = has_begun(checkpoint), options.onto_existing_output
     topology = asking(topology, settings)
-    ready = asyncio.run(prepared(topology, settings, onto_existing_output=onto, begun=begun))
+    ready = run_in_new_loop(prepared(topology, settings, onto_existing_output=onto, begun=begun))
     claim(checkpoint, ready.identity())
-    asyncio.run(ready.pin_start())
+    run_in_new_loop(ready.pin_start())
     kinds: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
     for kind in kinds:
         own = ready.feeding(kind)

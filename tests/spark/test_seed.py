@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from dedup.spark.audit import audit
 from dedup.spark.columns import RECORDS
 from dedup.spark.files import read_files
 from dedup.spark.seed import seed
+from dedup.spark.stream import StreamOptions, start_stream
 from dedup.store.changelog import TASK_RECORD_KEY, SightingKey, decode_sightings, decode_task_record, parse_key
 from dedup.verify.verifier import verify
 from tests.integration.fleet import Job, until
@@ -210,6 +212,22 @@ def test_a_seed_and_an_audit_read_several_files_whose_sizes_are_in_another_order
     found = audit(spark, job.topology, job.settings, history=files)
     assert found.passed, found.to_json()
     assert found.read == len(live)
+
+
+def test_a_seed_and_a_stream_start_in_a_cell_of_a_notebook(spark, make_job):
+    """Its kernel runs an event loop in the thread of the cell."""
+    job = make_job()
+    job.send(events(11, 300))
+
+    async def cell() -> None:
+        seed(spark, job.topology, job.settings, "latest")
+        job.send([Event(0, b'{"id":"new"}', BASE_MS + 3_000, b"new")])
+        start_stream(
+            spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True)
+        ).wait()
+
+    asyncio.run(cell())
+    assert [message.value() for message in job.read(job.output)] == [b'{"id":"new"}']
 
 
 def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names, monkeypatch):

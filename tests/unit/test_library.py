@@ -1,5 +1,6 @@
 """What `import dedup` gives a program: quickly, typed, and with the errors of the commands."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -56,3 +57,11 @@ def test_run_belongs_in_the_main_thread():
     topology, settings = dedup.load_topology(ROOT / "topologies" / "simplest.yaml"), dedup.Settings(brokers=["b:9092"])
     with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="main thread"):
         thread.submit(dedup.run, topology, settings).result()
+
+
+def test_run_belongs_in_no_event_loop():
+    async def cell():
+        dedup.run(dedup.load_topology(ROOT / "topologies" / "simplest.yaml"), dedup.Settings(brokers=["localhost:1"]))
+
+    with pytest.raises(RuntimeError, match="as it does in a notebook"):
+        asyncio.run(cell())
