@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,9 @@ _CONSUMER: Final = {
     "kafka.max.poll.records": "50000",
     "kafka.max.partition.fetch.bytes": str(4 << 20),
 }
+_PEM_BLOCK: Final = re.compile(r"^-----BEGIN ([A-Z0-9 ]+)-----.*?^-----END \1-----", re.MULTILINE | re.DOTALL)
+_READ_BY_JAVA: Final = frozenset({"PRIVATE KEY", "ENCRYPTED PRIVATE KEY"})
+"""The labels of keys in the format PKCS#8."""
 _LOGIN: Final[Mapping[str, str]] = {
     "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
     "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
@@ -68,12 +72,15 @@ def kafka_options(settings: Settings) -> dict[str, str]:
 def _tls(security: Security) -> dict[str, str]:
     options: dict[str, str] = {}
     if security.ca_file:
-        options |= {"kafka.ssl.truststore.type": "PEM", "kafka.ssl.truststore.certificates": _text(security.ca_file)}
+        options |= {
+            "kafka.ssl.truststore.type": "PEM",
+            "kafka.ssl.truststore.certificates": _certificates(security.ca_file),
+        }
     if security.cert_file and security.key_file:
         options |= {
             "kafka.ssl.keystore.type": "PEM",
-            "kafka.ssl.keystore.certificate.chain": _text(security.cert_file),
-            "kafka.ssl.keystore.key": _text(security.key_file),
+            "kafka.ssl.keystore.certificate.chain": _certificates(security.cert_file),
+            "kafka.ssl.keystore.key": _private_key(security.key_file, encrypted=security.key_password is not None),
         }
     if security.key_password:
         options["kafka.ssl.key.password"] = security.key_password.get_secret_value()
@@ -95,11 +102,37 @@ def _sasl(security: Security) -> dict[str, str]:
     }
 
 
-def _text(path: str) -> str:
+def _certificates(path: str) -> str:
+    return "\n".join(block for _, block in _pem_blocks(path, "CERTIFICATE"))
+
+
+def _private_key(path: str, *, encrypted: bool) -> str:
+    label, block = _pem_blocks(path, "PRIVATE KEY")[0]
+    if label not in _READ_BY_JAVA:
+        option = "" if encrypted else "-nocrypt "
+        text = (
+            f'has a key of the kind "{label}", which Java\'s Kafka client cannot read; convert it with `openssl pkcs8 '
+            f"-topk8 {option}-in {path} -out {path}.pkcs8`, and name the new file in `security.key_file`"
+        )
+        raise SettingsError([Problem(path, text)])
+    return block
+
+
+def _pem_blocks(path: str, kind: str) -> list[tuple[str, str]]:
+    """Return the blocks of a kind in a PEM file, each with its label, and without the comments between the blocks.
+
+    Raises SettingsError if the file cannot be read or has no such block.
+    """
     try:
-        return Path(path).read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
+        content = Path(path).read_bytes()
+    except OSError as error:
         raise SettingsError([Problem(path, f"cannot be read as PEM text: {error}; name a PEM file")]) from error
+    # Comments may have any encoding, but the blocks are ASCII.
+    found = [(each[1], each[0]) for each in _PEM_BLOCK.finditer(content.decode("latin-1")) if each[1].endswith(kind)]
+    if not found:
+        text = f"cannot be read as PEM text: it has no line `-----BEGIN {kind}-----`; name a PEM file"
+        raise SettingsError([Problem(path, text)])
+    return found
 
 
 def read_kafka(

@@ -32,14 +32,43 @@ def test_a_password_with_quotes_stays_one_password():
     )
 
 
+def pem(label, text="QUJD"):
+    return f"-----BEGIN {label}-----\n{text}\n-----END {label}-----"
+
+
+def files_of(directory, **texts):
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return {f"{name}_file": str(directory / name) for name in ("ca", "cert", "key")}
+
+
 def test_certificates_travel_as_text(tmp_path):
-    for name in ("ca", "cert", "key"):
-        (tmp_path / name).write_text(f"PEM of {name}")
-    files = {f"{name}_file": str(tmp_path / name) for name in ("ca", "cert", "key")}
+    one, other = pem("CERTIFICATE", "b25l"), pem("CERTIFICATE", "b3RoZXI=")
+    texts = {"ca": f"# Főtanúsítvány\n{one}\n\n# AC Raíz\n{other}\n", "cert": f"Bag Attributes\n{one}\n"}
+    files = files_of(tmp_path, **texts, key=f"{one}\n{pem('ENCRYPTED PRIVATE KEY')}\n")
     options = kafka_options(settings(protocol="SSL", **files, key_password=Secret("k")))
-    assert options["kafka.ssl.truststore.certificates"] == "PEM of ca"
-    assert options["kafka.ssl.keystore.certificate.chain"] == "PEM of cert"
-    assert (options["kafka.ssl.keystore.key"], options["kafka.ssl.key.password"]) == ("PEM of key", "k")
+    assert options["kafka.ssl.truststore.certificates"] == f"{one}\n{other}"
+    assert options["kafka.ssl.keystore.certificate.chain"] == one
+    assert options["kafka.ssl.keystore.key"] == pem("ENCRYPTED PRIVATE KEY")
+    assert options["kafka.ssl.key.password"] == "k"
+
+
+@pytest.mark.parametrize("label", ["RSA PRIVATE KEY", "EC PRIVATE KEY"])
+@pytest.mark.parametrize(("secret", "option"), [(None, "-nocrypt "), (Secret("k"), "")])
+def test_a_key_that_java_cannot_read_is_refused_with_the_command_that_converts_it(tmp_path, label, secret, option):
+    texts = dict.fromkeys(("ca", "cert"), pem("CERTIFICATE"))
+    files = files_of(tmp_path, **texts, key=f"{pem('EC PARAMETERS')}\n{pem(label)}\n")
+    key = files["key_file"]
+    with pytest.raises(SettingsError) as refused:
+        kafka_options(settings(protocol="SSL", **files, key_password=secret))
+    assert f'{key}: has a key of the kind "{label}", which Java' in str(refused.value)
+    assert f"`openssl pkcs8 -topk8 {option}-in {key} -out {key}.pkcs8`" in str(refused.value)
+
+
+def test_a_file_that_is_no_pem_is_refused(tmp_path):
+    (tmp_path / "ca.der").write_bytes(b"\x30\x82\xff")
+    with pytest.raises(SettingsError, match=r"ca\.der: .* it has no line `-----BEGIN CERTIFICATE-----`"):
+        kafka_options(settings(protocol="SSL", ca_file=str(tmp_path / "ca.der")))
 
 
 @pytest.mark.parametrize(
