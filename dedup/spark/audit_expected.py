@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Final, NamedTuple
 
@@ -16,13 +17,13 @@ from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged, refuse_unfit
 from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, identified
 from dedup.spark.files import History
-from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
+from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at, refuse_open
 from dedup.spark.seed_history import OUTSIDE_KAFKA, placed, seed_marks
 from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import LateForward, LateTo, Topology
 from dedup.verify import evidence
 from dedup.verify.cut import begun_with, offsets_of
-from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.kafka_reader import Bounds, KafkaReader
 from dedup.verify.replay import FUTURE, by_evidence
 from dedup.verify.report import Report
 
@@ -41,7 +42,8 @@ _DIGITS: Final = 32
 class AuditCut:
     """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, and SettingsError if the fleet's start offsets are unknown.
+    Raises StateIncompatible if there is nothing to audit, SettingsError if the fleet's start offsets are unknown, and
+    BrokerUnavailable if a transaction of a topic that the fleet writes to stays open.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class AuditCut:
         self._settings: Final = settings
         with KafkaReader(settings) as reader:
             # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
-            self.partitions, self.committed, self.bounds, resets = offsets_of(topology, reader, report)
+            self.partitions, self.committed, bounds, resets = offsets_of(topology, reader, report)
+            self.bounds: Final = _settled(reader, bounds, topology.source.topics)
             self.begun_with: Final = begun_with(topology, reader)
             """Maps each topic that tasks read to its partition count when the state was created, if known."""
             has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
@@ -204,6 +207,24 @@ class AuditCut:
         latest_ms = self._mark.judged_at_ms + self.topology.max_clock_skew_ms
         accepted = fn.expr(f"dedup_time_ms IS NULL OR dedup_time_ms <= {latest_ms}")
         return identified(history, self.topology).where(accepted).select(*history.columns)
+
+
+def _settled(
+    reader: KafkaReader, bounds: Mapping[str, Mapping[int, Bounds]], sources: Sequence[str]
+) -> dict[str, dict[int, Bounds]]:
+    """Return the bounds that can be read: a source partition ends where its first open transaction began.
+
+    A fleet cannot have judged the records after that. In the other topics, records that the fleet has committed may be
+    hidden. Raises BrokerUnavailable if they stay hidden.
+    """
+    ends = {topic: {at: each.high for at, each in part.items()} for topic, part in bounds.items()}
+    refuse_open(reader, {topic: part for topic, part in ends.items() if topic not in sources})
+    found = {topic: dict(part) for topic, part in bounds.items()}
+    for topic in sources:
+        for at, stable in reader.stable_ends(topic, ends[topic]).items():
+            each = bounds[topic][at]
+            found[topic][at] = replace(each, high=max(each.low, min(each.high, stable)))
+    return found
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:

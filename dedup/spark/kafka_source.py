@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
+from dedup.kafka.wire import TopicPartition
 from dedup.settings import Security, Settings
 from dedup.spark.columns import as_records
 from dedup.spark.files import History
@@ -28,8 +31,14 @@ still exists, and a number is a time in ms.
 Until = Literal["now"] | int
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 """Maps topic and partition to the first offset to read and the offset after the last one to read."""
+Ends = Mapping[str, Mapping[int, int]]
+"""Maps topic and partition to the offset after the last one to read."""
+
+log: Final = logging.getLogger(__name__)
 
 _SHOWN: Final = 5
+_SETTLED_WITHIN_S: Final = 120.0
+_SETTLED_LOOK_S: Final = 0.2
 _CONSUMER: Final = {
     # Records of an aborted transaction must never be judged.
     "kafka.isolation.level": "read_committed",
@@ -146,11 +155,13 @@ def read_kafka(
 ) -> History:
     """Return the committed records of the source topics, or of the repartition topic if ``repartitioned`` is true.
 
-    Raises StateIncompatible if ``start`` is ``whole`` and retention has deleted a partition's first records, and
-    BrokerUnavailable if a topic does not exist.
+    If a transaction stays open, ``now`` is the offset where it began, and a warning says so. Raises StateIncompatible
+    if ``start`` is ``whole`` and retention has deleted a partition's first records. Raises BrokerUnavailable if a topic
+    does not exist, or if a transaction that began before the time ``until`` stays open.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
-    ranges: dict[str, dict[int, tuple[int, int]]] = {}
+    begins: dict[str, dict[int, int]] = {}
+    ends: dict[str, dict[int, int]] = {}
     deleted: list[str] = []
     with KafkaReader(settings) as reader:
         counts = reader.partitions([*topics, *topology.source.topics])
@@ -160,24 +171,29 @@ def read_kafka(
             raise BrokerUnavailable(f"{', '.join(missing)} does not exist on {', '.join(settings.brokers)}.")
         for topic in topics:
             bounds = reader.bounds(topic, range(counts[topic]))
-            begins = {at: each.low for at, each in bounds.items()}
-            ends = {at: each.high for at, each in bounds.items()}
+            begins[topic] = {at: each.low for at, each in bounds.items()}
+            ends[topic] = {at: each.high for at, each in bounds.items()}
             deleted += (
                 f"{topic}/{at} begins at offset {low} (0 to {low - 1} are deleted)"
-                for at, low in sorted(begins.items())
+                for at, low in sorted(begins[topic].items())
                 if start == "whole" and low > 0
             )
             if isinstance(start, int):
-                begins = offsets_at(reader, topic, bounds, start)
+                begins[topic] = offsets_at(reader, topic, bounds, start)
             if isinstance(until, int):
-                ends = offsets_at(reader, topic, bounds, until)
-            ranges[topic] = {at: (begin, max(begin, ends[at])) for at, begin in begins.items()}
+                ends[topic] = offsets_at(reader, topic, bounds, until)
+        if not deleted:
+            if until == "now":
+                ends = settled_ends(reader, ends)
+            else:
+                refuse_open(reader, ends)
     if deleted:
         more = f" and {len(deleted) - _SHOWN} more" if len(deleted) > _SHOWN else ""
         raise StateIncompatible(
             f"retention deleted the first records: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. Without "
             f"them, later verdicts could be wrong. Judge what is left with --start earliest, or read an archive."
         )
+    ranges = {topic: {at: (low, max(low, ends[topic][at])) for at, low in begins[topic].items()} for topic in topics}
     feeds = feeds_of(topology, begun) if repartitioned else ()
     by_arrival = topology.by_arrival and not repartitioned
     return replace(history_of_range(spark, settings, ranges, by_arrival=by_arrival), feeds=feeds)
@@ -232,3 +248,50 @@ def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], ti
     """
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}
+
+
+def settled_ends(reader: KafkaReader, ends: Ends) -> dict[str, dict[int, int]]:
+    """Return the given end offsets; in a partition with a transaction that stays open, end where it began, and log a
+    warning.
+    """
+    found = {topic: dict(part) for topic, part in ends.items()}
+    for (topic, partition), stable in _open_below(reader, ends).items():
+        log.warning(
+            "%s/%d is read only up to offset %d: a transaction that began there was still open after %.0f s. Its "
+            "records, and the later ones of this partition, are left for a later run.",
+            *(topic, partition, stable, _SETTLED_WITHIN_S),
+        )
+        found[topic][partition] = stable
+    return found
+
+
+def refuse_open(reader: KafkaReader, ends: Ends) -> None:
+    """Raise BrokerUnavailable if a transaction that began before one of the given end offsets stays open, because its
+    records can be neither read nor left out.
+    """
+    found = sorted(_open_below(reader, ends).items())
+    if not found:
+        return
+    (topic, partition), stable = found[0]
+    more = f" (and {len(found) - 1} more partitions)" if found[1:] else ""
+    raise BrokerUnavailable(
+        f"{topic}/{partition}{more} can be read only up to offset {stable} of {ends[topic][partition]}: a transaction "
+        f"that began there was still open after {_SETTLED_WITHIN_S:.0f} s. Nothing was written. Wait until its "
+        f"producer ends it, or find it with `kafka-transactions.sh describe-producers --topic {topic} --partition "
+        f"{partition}` and abort it; then run the command again."
+    )
+
+
+def _open_below(reader: KafkaReader, ends: Ends) -> dict[TopicPartition, int]:
+    """Wait until all transactions that began before the end offsets have ended, for at most `_SETTLED_WITHIN_S`. Map
+    each partition in which a transaction is still open to the offset where the transaction began.
+    """
+    # Spark would report the hidden records as deleted. Even after a commit, brokers may take a moment to show them.
+    until_s, left = time.monotonic() + _SETTLED_WITHIN_S, ends
+    while True:
+        stable = {topic: reader.stable_ends(topic, part) for topic, part in left.items()}
+        left = {topic: {at: end for at, end in part.items() if stable[topic][at] < end} for topic, part in left.items()}
+        found = {TopicPartition(topic, at): stable[topic][at] for topic, part in left.items() for at in part}
+        if not found or time.monotonic() >= until_s:
+            return found
+        time.sleep(_SETTLED_LOOK_S)

@@ -44,7 +44,7 @@ from dedup.kafka.wire import FetchedRecord, Position, TopicPartition
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import Counts, history_of, refuse_unfit
 from dedup.spark.files import History
-from dedup.spark.kafka_source import history_of_range
+from dedup.spark.kafka_source import history_of_range, refuse_open
 from dedup.spark.seed_history import Folded, changelog_rows, fold_history
 from dedup.spark.session import PicklableSettings, connected, described, shuffles_for, translated_errors
 from dedup.store.changelog import (
@@ -150,11 +150,12 @@ def seed(
     the fleet will read. ``commit_rows`` is the number of changelog records per transaction. Raises StateIncompatible,
     without writing a seed, if the group or the changelog contains state that `dedup spark seed` did not write. Also
     raises StateIncompatible if an earlier run began a different seed, or if all records in the history are dead
-    letters.
+    letters. Raises BrokerUnavailable if a transaction that began before ``until`` stays open.
     """
     began_s = time.monotonic()
     work = partial(on_cluster, settings, f"dedup-{topology.name}-seed")
     found = work(partial(_cluster_state, topology, settings, until))
+    _refuse_open(settings, found.begins)
     topology = topology.grouped_by(1)
     if history is None:
         whole = _of_topics(spark, settings, found, by_arrival=topology.by_arrival)
@@ -205,6 +206,17 @@ def _refuse_unread(counts: Counts, place: str) -> None:
             f"nothing was seeded: all {dead:,} records of {place} are dead letters ({why}). Compare `source.format`, "
             f"`tracking_id`, and `event_time` with the records."
         )
+
+
+def _refuse_open(settings: Settings, begins: Mapping[TopicPartition, int]) -> None:
+    """Raise BrokerUnavailable if a transaction that began before the fleet's first offsets stays open, because its
+    records would be neither in the history nor read by the fleet.
+    """
+    ends: dict[str, dict[int, int]] = {}
+    for (topic, partition), offset in begins.items():
+        ends.setdefault(topic, {})[partition] = offset
+    with KafkaReader(settings) as reader:
+        refuse_open(reader, ends)
 
 
 def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState, *, by_arrival: bool) -> History:

@@ -36,7 +36,7 @@ from dedup.errors import BrokerUnavailable, InvariantBroken, Problem, SettingsEr
 from dedup.settings import Settings
 from dedup.spark.columns import identified, payload_columns
 from dedup.spark.json_digits import inexact
-from dedup.spark.kafka_source import history_of_range
+from dedup.spark.kafka_source import history_of_range, settled_ends
 from dedup.spark.row_events import quoted
 from dedup.spark.session import described
 from dedup.spark.table_log import CONFLICT, DeltaLog, refusing_unfit_rows
@@ -293,12 +293,16 @@ def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the output topic's committed records. Raises StateIncompatible if the output topic does not exist."""
+    """Return the output topic's committed records; where a transaction stays open, only those before it, and a warning
+    says so. Raises StateIncompatible if the output topic does not exist.
+    """
     ranges = {}
     if topology.output is not None:
+        topic = topology.output.topic
         with KafkaReader(settings) as reader:
-            bounds = reader.bounds(topology.output.topic)
-        ranges = {topology.output.topic: {at: (each.low, each.high) for at, each in bounds.items()}}
+            bounds = reader.bounds(topic)
+            ends = settled_ends(reader, {topic: {at: each.high for at, each in bounds.items()}})[topic]
+        ranges = {topic: {at: (each.low, max(each.low, ends[at])) for at, each in bounds.items()}}
     if not any(ranges.values()):
         raise StateIncompatible(f"{topology.name} has no output topic in this cluster; give --input.")
     return history_of_range(spark, settings, ranges).records

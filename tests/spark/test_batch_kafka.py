@@ -12,15 +12,19 @@ from typer.testing import CliRunner
 from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.settings import Settings
+from dedup.spark import kafka_source
 from dedup.spark.backfill import backfill
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.kafka_source import read_kafka
+from dedup.spark.seed import seed
 from dedup.topology.parse import parse
 from tests.integration.fleet import KEPT
 
 pytestmark = pytest.mark.broker
 
 BASE_MS = 1_700_000_000_000
+LATER_MS = 4_000_000_000_000
+"""A time after the markers of transactions, whose time is that of the broker's clock."""
 
 
 @pytest.fixture
@@ -37,15 +41,19 @@ def shop(kafka, admin, topic_names, tmp_path):
         "output": {"topic": f"{name}-out"},
     }
 
-    def send(rows, *, commit=True):
-        producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": topic_names("sender")})
+    def send(rows, *, commit=True, leave_open=False):
+        name_of_sender = {"transactional.id": topic_names("sender"), "transaction.timeout.ms": 900_000}
+        producer = Producer({"bootstrap.servers": kafka.bootstrap, **name_of_sender})
         producer.init_transactions(30)
         producer.begin_transaction()
         for partition, number, second in rows:
             value = json.dumps({"id": number}).encode()
             producer.produce(f"{name}-in", value, b"k", partition=partition, timestamp=BASE_MS + second * 1000)
         producer.flush(30)
+        if leave_open:
+            return producer
         (producer.commit_transaction if commit else producer.abort_transaction)(30)
+        return producer
 
     return parse(json.dumps(made), name="shop"), Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path), send
 
@@ -94,6 +102,34 @@ def test_a_range_between_two_times(spark, shop):
     send([(0, number, number) for number in range(50)])
     part = read_kafka(spark, topology, settings, start=BASE_MS + 10_000, until=BASE_MS + 20_000)
     assert sorted(row["offset"] for row in part.records.collect()) == list(range(10, 20))
+
+
+def test_a_transaction_that_stays_open_ends_what_is_there_now_and_refuses_a_later_end(
+    spark, shop, tmp_path, monkeypatch, caplog
+):
+    topology, settings, send = shop
+    topic = topology.source.topics[0]
+    send([(0, number, number) for number in range(50)])
+    left_open = send([(0, 100, 100)], leave_open=True)
+    send([(0, 101, 101)])
+    monkeypatch.setattr(kafka_source, "_SETTLED_WITHIN_S", 0.0)
+    monkeypatch.setitem(kafka_source._CONSUMER, "kafkaConsumer.pollTimeoutMs", "3000")
+    report = backfill(read_kafka(spark, topology, settings), topology, str(tmp_path / "now"))
+    assert report.verdicts == {"unique": 50}
+    begin = 51  # behind the marker of the first transaction
+    assert f"{topic}/0 is read only up to offset {begin}: a transaction that began there was still open" in caplog.text
+    open_still = (
+        rf"{topic}/0 can be read only up to offset {begin} of \d+: a transaction that began there was still open"
+    )
+    with pytest.raises(BrokerUnavailable, match=open_still):
+        read_kafka(spark, topology, settings, until=LATER_MS)
+    with pytest.raises(BrokerUnavailable, match=open_still):
+        seed(spark, topology, settings, "latest")
+    monkeypatch.setattr(kafka_source, "_SETTLED_WITHIN_S", 60.0)
+    left_open.abort_transaction(30)
+    until_time = read_kafka(spark, topology, settings, until=LATER_MS)
+    assert until_time.records.count() == 51
+    assert seed(spark, topology, settings, "latest").counts.verdicts == {"unique": 51}
 
 
 def test_a_topic_that_is_missing_is_named(spark, shop):

@@ -14,8 +14,11 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.cimpl import NewPartitions
 
 from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
+from dedup.spark import kafka_source
+from dedup.spark.audit import audit
 from dedup.spark.table_log import DeltaLog
 from dedup.spark.table_sink import TableSink, catch_up, follow
+from dedup.spark.tables import output_records
 from dedup.verify.kafka_reader import KafkaReader
 from tests.brokers import producer_of
 from tests.integration.fleet import Job, until
@@ -47,10 +50,13 @@ def make_sink(spark, job, table):
     return make
 
 
+LONG = {"transaction.timeout.ms": 900_000}
+
+
 @pytest.fixture
 def put(kafka, job):
     """Sends committed records to the output topic, as a fleet would; ``last`` leaves their transaction open."""
-    producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{job.name}-put"})
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{job.name}-put", **LONG})
     producer.init_transactions()
     ends = [
         Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "ends", "isolation.level": level})
@@ -175,6 +181,20 @@ def test_an_open_transaction_is_left_for_later(job, make_sink, put, rows):
     fill(sink)
     assert rows() == of_topic(job)
     assert len(rows()) == 20
+
+
+def test_an_open_transaction_is_left_by_an_upsert_and_refused_by_an_audit(spark, job, put, monkeypatch, caplog):
+    put(*names(40))
+    commit = put(*names(10, "open"), leave_open=True)
+    monkeypatch.setattr(kafka_source, "_SETTLED_WITHIN_S", 0.0)
+    assert output_records(spark, job.topology, job.settings).count() == 40
+    assert "a transaction that began there was still open after 0 s" in caplog.text
+    with pytest.raises(
+        BrokerUnavailable, match=rf"{job.output}/\d.* can be read only up to offset .* abort it; then run"
+    ):
+        audit(spark, job.topology, job.settings)
+    commit()
+    assert output_records(spark, job.topology, job.settings).count() == 50
 
 
 @pytest.mark.parametrize("when", ["before the commit", "after the commit"])
