@@ -238,6 +238,7 @@ def run(
 
     dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
     """
+    from dedup.spark.session import translated_errors
     from dedup.spark.stream import StreamOptions, start_stream
     from dedup.spark.table_sink import TableSink, following
     from dedup.worker.logs import set_up_logging
@@ -258,7 +259,8 @@ def run(
         with _StreamProgress(enabled=not quiet) as progress:
             sink = table and TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)
             options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
-            stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
+            with translated_errors():
+                stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
             at_once = partial(stream.stop, at_once=True)
             with _stopped_by_signals(stopped.set, stream.stop, second=at_once), ExitStack() as beside:

@@ -105,6 +105,8 @@ _CONF: Final = {
 }
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """With these settings, a local session works even if the machine's host name cannot be resolved."""
+_MASTERS: Final = ("local", "spark://", "k8s://", "yarn")
+_NO_GATEWAY: Final = "JAVA_GATEWAY_EXITED"
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
@@ -147,6 +149,12 @@ class PicklableSettings:
             own = {key: Secret(text) for (section, key), text in self.secrets.items() if section == name}
             settings = settings.model_copy(update={name: getattr(settings, name).model_copy(update=own)})
         return settings
+
+
+def reason_of(error: Py4JJavaError | PySparkException) -> str:
+    """Return the first line of the message of an error that Java raised, without Java's stack trace."""
+    text = error.java_exception.getMessage() if isinstance(error, Py4JJavaError) else str(error)
+    return next(iter((text or str(error)).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _without_file_system(text: str, scheme: str | None = None) -> SettingsError | None:
@@ -195,6 +203,19 @@ class HadoopDirectory:
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
         """Return the path of a file in ``parent``, or in `path` if ``parent`` is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
+
+    def refuse_unwritable(self, option: str, probe: str) -> None:
+        """Create the directory, if it is missing, by writing and deleting a file named ``probe``.
+
+        Raises SettingsError, for the option that names the directory, if no file can be written.
+        """
+        try:
+            self.files.create(self.at(probe), True).close()  # noqa: FBT003  # Java has no keywords: overwrite
+            self.files.delete(self.at(probe), False)  # noqa: FBT003  # not recursive
+        except Py4JJavaError as error:
+            remedy = "name a directory that this user can write to, or can create"
+            text = f"no file can be written to {self.path}: {reason_of(error)}; {remedy}"
+            raise SettingsError([Problem(option, text)]) from error
 
     def read(self, path: Any) -> str:  # noqa: ANN401
         """Return the text of a file."""
@@ -360,7 +381,8 @@ def session_for(
     ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
     ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf`` lists
     jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a jar
-    cannot be obtained, or if the version of PySpark is not supported.
+    cannot be obtained, or if the version of PySpark is not supported. Raises SettingsError if Spark refuses ``master``
+    or ``conf``.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
@@ -382,9 +404,23 @@ def session_for(
                 settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:
         settings["spark.master"] = master
-    session: SparkSession = SparkSession.builder.config(map={**settings, **(conf or {})}).getOrCreate()
+    session = _started({**settings, **(conf or {})})
     if "kafka" in wanted and not submitted:
         _silence_outages(session)
+    return session
+
+
+def _started(settings: Mapping[str, str]) -> SparkSession:
+    master = settings.get("spark.master")
+    if master is not None and not master.startswith(_MASTERS):
+        text = f'"{master}" is no Spark master; write local[*], spark://HOST:PORT, k8s://https://HOST:PORT, or yarn'
+        raise SettingsError([Problem("--master", text)])
+    try:
+        session: SparkSession = SparkSession.builder.config(map=dict(settings)).getOrCreate()
+    except (PySparkException, Py4JJavaError) as error:
+        reason = "Java ended, and wrote its reason above" if _NO_GATEWAY in str(error) else reason_of(error)
+        text = f"Spark did not start: {reason}; correct the Spark master, or the Spark setting that it names"
+        raise SettingsError([Problem("--master, --conf", text)]) from error
     return session
 
 

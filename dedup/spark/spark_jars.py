@@ -23,7 +23,7 @@ import pyspark
 from jgo.maven import Artifact
 
 from dedup.embedded.kafka_jars import Jar, locked, read_lock, resolved
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, Problem, SettingsError
 
 Package = Literal["kafka", "delta", "iceberg", "s3", "jdbc"]
 
@@ -100,22 +100,23 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
     """Return the paths of the jars that the packages need in addition to PySpark's own jars; download missing ones.
 
-    Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar.
+    Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar, and
+    SettingsError if the cache for the jars cannot be written.
     """
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     found: dict[str, Path] = {}
     for package in packages:
         directory = root / "dedup" / f"spark-{pyspark.__version__}" / package
-        if not directory.is_dir():
+        # Unlike `Path.is_dir`, this is no error in a home directory that this user may not look into.
+        if not os.access(directory, os.X_OK):
             _fetch(coordinates(package, pyspark.__version__), directory)
         found |= {jar.name: jar for jar in sorted(directory.glob("*.jar"))}
     return list(found.values())
 
 
 def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
+    with _scratch_in(directory.parent, f"{directory.name}.part-") as temporary:
         ready = Path(temporary) / "ready"
         ready.mkdir()
         try:
@@ -130,6 +131,18 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
             ) from error
         if not directory.is_dir():  # Another process may have been faster.
             ready.rename(directory)
+
+
+def _scratch_in(cache: Path, prefix: str) -> tempfile.TemporaryDirectory[str]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=cache, prefix=prefix)
+    except OSError as error:
+        text = (
+            f"cannot be written, so Spark's jars cannot be kept there: {error.strerror}; set XDG_CACHE_HOME to a "
+            f"directory that this user can write to, or give Spark its jars yourself (`--conf spark.jars=...`)"
+        )
+        raise SettingsError([Problem(str(cache), text)]) from error
 
 
 def _locks() -> Mapping[str, Jar]:

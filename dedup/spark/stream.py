@@ -52,7 +52,7 @@ from dedup.spark.session import (
     raised_by_dedup,
     translated_errors,
 )
-from dedup.spark.stream_checkpoint import claim, continues_at, has_begun, leave_behind
+from dedup.spark.stream_checkpoint import claim, continues_at, has_begun, leave_behind, refuse_unusable
 from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep, lag_after
 from dedup.spark.task_attempt import (
     REPORT,
@@ -614,10 +614,13 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     """Create missing topics, and start the stream of a topology.
 
     Raises StateIncompatible before a query starts, for example if the checkpoint belongs to another topology or
-    retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
+    retention deleted records that were not judged. Raises SettingsError, before a topic is created, if the checkpoint
+    cannot be written. Raises BrokerUnavailable if no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun, onto = has_begun(checkpoint), options.onto_existing_output
+    if not begun:
+        refuse_unusable(checkpoint)
     topology = asking(topology, settings)
     ready = run_in_new_loop(prepared(topology, settings, onto_existing_output=onto, begun=begun))
     claim(checkpoint, ready.identity())

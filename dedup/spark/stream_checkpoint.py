@@ -27,6 +27,24 @@ def has_begun(checkpoint: HadoopDirectory) -> bool:
     return bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))
 
 
+def refuse_unusable(checkpoint: HadoopDirectory) -> None:
+    """Raise StateIncompatible if a directory that no stream has used contains files, and SettingsError if the
+    directory cannot be written.
+    """
+    _refuse_files(checkpoint)
+    checkpoint.refuse_unwritable("--checkpoint", _PART_FILE)
+
+
+def _refuse_files(checkpoint: HadoopDirectory) -> None:
+    left = checkpoint.files.listStatus(checkpoint.path) if checkpoint.files.exists(checkpoint.path) else []
+    # If a driver was killed while writing the identity, it may have left the part file behind.
+    if any(status.getPath().getName() != _PART_FILE for status in left):
+        raise StateIncompatible(
+            f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
+            f"missing. Nothing was changed. Use a directory for this topology only."
+        )
+
+
 def claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
@@ -34,15 +52,9 @@ def claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     identity, Spark would use one topology's offsets for another topology. Raises StateIncompatible and changes nothing
     if the directory contains a different identity, or contains files but no identity.
     """
-    path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
-    if not files.exists(path):
-        left = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-        # If a driver was killed while writing the identity, it may have left the part file behind.
-        if any(status.getPath().getName() != _PART_FILE for status in left):
-            raise StateIncompatible(
-                f"{checkpoint.path}: is not empty, and not a checkpoint of `dedup spark run`: {_IDENTITY_FILE} is "
-                f"missing. Nothing was changed. Use a directory for this topology only."
-            )
+    path = checkpoint.at(_IDENTITY_FILE)
+    if not has_begun(checkpoint):
+        _refuse_files(checkpoint)
         checkpoint.write(path, json.dumps({"id": uuid.uuid4().hex, **identity}, sort_keys=True), _PART_FILE)
         return
     try:

@@ -400,6 +400,17 @@ def test_a_run_name_that_is_no_directory_is_refused(spark, tmp_path):
         backfill(spark.createDataFrame([], RECORDS), topology(), str(tmp_path), run="../up")
 
 
+@pytest.mark.parametrize("place", ["file", "file/out"])
+def test_a_place_that_cannot_be_written_is_refused_with_its_name(spark, tmp_path, place):
+    (tmp_path / "file").touch()
+    write(tmp_path / "in" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    with pytest.raises(
+        SettingsError, match=rf"^--out: no file can be written to {tmp_path / place}: .*; name a director"
+    ):
+        backfill(history, topology(), str(tmp_path / place), now_ms=NOW_MS)
+
+
 def test_another_payload_under_the_same_id_is_a_conflict(spark, tmp_path):
     values = [b'{"id":1,"n":1,"at":1}', b'{"id":1,"n":1,"at":2}', b'{"id":1,"n":2,"at":3}']
     write(tmp_path / "in" / "a.parquet", [(value, at, 0, at) for at, value in enumerate(values)])

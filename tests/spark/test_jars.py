@@ -13,9 +13,11 @@ from unittest.mock import patch
 import pyspark
 import pytest
 from packaging.requirements import Requirement
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
 
 from dedup.embedded.kafka_jars import read_lock
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, SettingsError
 from dedup.spark import session
 from dedup.spark import spark_jars as jars
 from dedup.spark.spark_jars import RELEASES, Package, coordinates, jars_for
@@ -52,6 +54,29 @@ def test_another_version_of_spark_is_one_sentence_that_names_the_supported_ones(
         session.session_for(None)
     assert f"PySpark {version} is not supported" in str(refused.value)
     assert "install PySpark 4.0, 4.1 or 4.2 (" in str(refused.value)
+
+
+@pytest.mark.parametrize("master", ["foo", "spark:/host:7077"])
+def test_a_master_that_spark_does_not_know_is_one_sentence(master):
+    with pytest.raises(SettingsError, match=r"^--master: .* is no Spark master; write local\[\*\], spark://HOST:PORT,"):
+        session.session_for(None, master=master)
+
+
+def test_what_spark_refuses_at_its_start_is_one_sentence():
+    refused = PySparkRuntimeError("[JAVA_GATEWAY_EXITED] Java gateway process exited before sending its port number.")
+    with patch.object(SparkSession.Builder, "getOrCreate", side_effect=refused), pytest.raises(SettingsError) as told:
+        session.session_for(None, conf={"spark.driver.memory": "much"})
+    assert str(told.value) == (
+        "--master, --conf: Spark did not start: Java ended, and wrote its reason above; correct the Spark master, or "
+        "the Spark setting that it names"
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_it(tmp_path):
+    home = tmp_path / "home"
+    home.write_text("not a directory", encoding="utf-8")
+    with pytest.raises(SettingsError, match=rf"^{home}/dedup/spark-.*: cannot be written, .*; set XDG_CACHE_HOME to"):
+        jars_for(["kafka"], {"XDG_CACHE_HOME": str(home)})
 
 
 def test_a_spark_without_iceberg_names_those_with():

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.errors import BrokerUnavailable, RecordFailed, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.errors import BrokerUnavailable, RecordFailed, SettingsError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.wire import NoAnswer
 from dedup.kafka.wire import TopicPartition as Place
 from dedup.metrics import METRICS, TaskNumbers
@@ -451,6 +451,16 @@ def test_a_directory_that_is_no_checkpoint(make_job, run):
     (job.directory / "checkpoint" / "photo.jpg").touch()
     with pytest.raises(StateIncompatible, match="not a checkpoint of `dedup spark run`"):
         run(job)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_before_a_topic_is_created(make_job, run):
+    job = make_job()
+    (job.directory / "file").touch()
+    with pytest.raises(
+        SettingsError, match=r"^--checkpoint: no file can be written to .*file/checkpoint: .*; name a dir"
+    ):
+        run(job, checkpoint="file/checkpoint")
+    assert job.topology.changelog_topic not in job.admin.client.list_topics(timeout=30).topics
 
 
 def test_an_output_topic_with_another_partition_count(make_job, run, admin):
