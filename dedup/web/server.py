@@ -28,7 +28,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
-from dedup.errors import DedupError, SettingsError
+from dedup.errors import BrokerUnavailable, DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
@@ -421,6 +421,8 @@ class WebServer:
         topic, partition, offset = (request.match_info[name] for name in ("topic", "partition", "offset"))
         try:
             found = await self._answers.record(topic, int(partition), int(offset))
+        except BrokerUnavailable as error:
+            return _json({"error": str(error)}, status=503)
         except DedupError as error:
             return _json({"error": str(error)}, status=404)
         if found is None:

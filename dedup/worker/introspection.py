@@ -58,8 +58,8 @@ from dedup.core.tracking_id import (
     state_key,
 )
 from dedup.core.window import Sighting
-from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
-from dedup.kafka.wire import TopicPartition
+from dedup.errors import BrokerUnavailable, InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
 from dedup.metrics import METRICS, RESULTS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.topology.model import SourceSpec, Topology
 from dedup.worker.dedup_task import DedupTask
@@ -328,12 +328,19 @@ class Introspection:
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
         """Return a source record, truncated if it is long, or None if the topic does not contain the record.
 
-        Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
-        topology or if the fetch is refused.
+        Raises BrokerUnavailable if the broker does not respond. Raises StateIncompatible if the topic is not a source
+        of this topology, if it has no such partition, or if the fetch is refused.
         """
         if topic not in self.topology.source.topics:
             raise StateIncompatible(f"{topic!r} is not a source topic of {self.topology.name!r}.")
-        found = await self.app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
+        wire = self.app.wire
+        try:
+            now = (await wire.topics((topic,))).get(topic)
+            if isinstance(now, TopicNow) and partition >= now.partitions:
+                raise StateIncompatible(f"{topic!r} has {now.partitions} partitions, and the first one is 0.")
+            found = await wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
+        except NoAnswer as error:
+            raise BrokerUnavailable(f"{topic}/{partition}/{offset} cannot be read now: {error}. Try again.") from error
         if offset not in found.offsets:
             return None
         row = found.offsets.index(offset)

@@ -8,15 +8,18 @@ import logging
 import re
 import socket
 from importlib.resources import files
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import aiohttp
 import pytest
 
 from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.kafka.wire import Fetched, NoAnswer, TopicNow
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Secret, Web
 from dedup.web.server import WebServer
+from dedup.worker.introspection import Introspection
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 
 CANARY = "canary-token-5f1c"
@@ -95,6 +98,32 @@ async def test_pages():
         assert (await get(pages, "/nothing"))[0] == 404
         worker.why = "1 of 2 tasks are not running yet"
         assert await get(pages, "/ready") == (503, "1 of 2 tasks are not running yet\n")
+
+
+class Electing:
+    """A cluster whose topic has two partitions, one of which has no leader at the moment."""
+
+    async def topics(self, names):
+        return dict.fromkeys(names, TopicNow("id", 2))
+
+    async def fetch(self, source, offset, *, max_bytes, wait_ms):
+        if source.partition:
+            raise NoAnswer(f"no leader is known for {source.topic}/{source.partition}")
+        return Fetched([offset], [1], [None], [b"{}"], offset + 1, offset + 1, offset + 1)
+
+
+async def test_a_record_that_cannot_be_read_now_is_no_defect_of_ours(caplog, monkeypatch):
+    """Was: status 500, and a traceback in the worker's log."""
+    source = SimpleNamespace(topics=("orders",))
+    monkeypatch.setattr(Worker, "record", Introspection.record)
+    monkeypatch.setattr(Worker, "topology", SimpleNamespace(name="orders", source=source), raising=False)
+    monkeypatch.setattr(Worker, "app", SimpleNamespace(wire=Electing()), raising=False)
+    async with WebServer(web(), Worker()) as pages:
+        told = [await get(pages, f"/api/records/{place}") for place in ("orders/0/1", "orders/1/1", "orders/2/1")]
+    assert [code for code, _ in told] == [200, 503, 404]
+    assert "no leader is known for orders/1" in json.loads(told[1][1])["error"]
+    assert "has 2 partitions" in json.loads(told[2][1])["error"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_an_id_may_have_line_feeds():
