@@ -49,7 +49,7 @@ _PLAIN: Final = (
 )
 _LAST_PORT: Final = 65_535
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _TOKEN: Final = re.compile(r"[!-~]+")
 _NO_DIRECTORY: Final = "is empty; write a directory, or leave it out"
@@ -114,7 +114,7 @@ def _between(low: str, high: str) -> Any:  # noqa: ANN401 - a validator
 
 
 _WORKER_ID_RULE: Final = matching(
-    _WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
+    WORKER_ID, 'is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not start with "."'
 )
 _PAGE_RULE: Final = accepting(
     lambda text: _PAGE_ADDRESS.fullmatch(text) and _can_be_split(text),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import uvloop
@@ -24,7 +26,7 @@ from dedup.kafka.schema_registry import SchemaRegistry, SchemaResolver
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
-from dedup.settings import Settings
+from dedup.settings import WORKER_ID, Settings
 from dedup.store.directory import StorePool, own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import Topology
@@ -86,21 +88,40 @@ def kept_worker_id(settings: Settings) -> str:
     """Return the worker's configured ID or, without one, an ID that is generated once and kept in the state directory.
 
     The ID makes the worker a static member of the group (KIP-345), so a worker that was killed gets its partitions back
-    immediately when it restarts.
+    immediately when it restarts. If the kept ID is damaged, it is replaced, because two workers that share an ID would
+    replace each other.
     """
     if settings.worker_id is not None:
         return settings.worker_id
     path = settings.state_dir / "worker-id"
     try:
         settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(f"worker-{secrets.token_hex(4)}\n", encoding="ascii")
-        return path.read_text(encoding="ascii").strip()
+        kept = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else None
+        if kept is not None and WORKER_ID.fullmatch(kept):
+            return kept
+        made = f"worker-{secrets.token_hex(4)}"
+        if kept is not None:
+            log.warning("%s contains no worker ID, as after a power failure; this worker is %s from now on", path, made)
+        _write_whole(path, f"{made}\n")
     except OSError as error:
         raise StateIncompatible(
             f"{settings.state_dir}: cannot be used: {error.strerror}. Make state_dir writable by this user, or set "
             f"another one."
         ) from error
+    return made
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that it has either its old or its new content, even after a power failure."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with new.open("x", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
