@@ -25,6 +25,8 @@ from aiokafka.record.default_records import (
 from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import decode_varint_py, encode_varint
 
+from dedup.errors import DedupError
+
 BATCH_BYTES: Final = 500_000
 """Maximum uncompressed size of a batch, which is below the broker's default `message.max.bytes` of 1 MB."""
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
@@ -483,7 +485,7 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
         while self._records.has_next():
             batch = self._records.next_batch()
             if not batch.validate_crc():
-                raise CorruptRecordException(f"a batch of {self._tp} at {batch.base_offset} has a wrong checksum")
+                raise CorruptRecordException(f"the batch at offset {batch.base_offset} has a wrong checksum")
             if batch.producer_id is not None:
                 self._consume_aborted_up_to(batch.base_offset)
                 if batch.is_control_batch and self._contains_abort_marker(batch):
@@ -497,7 +499,23 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 def columns_of(
     source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
 ) -> tuple[Columns, int]:
-    """Return the committed records at or after an offset, and the next offset to read."""
+    """Return the committed records at or after an offset, and the next offset to read.
+
+    Raises DedupError if a batch is damaged.
+    """
+    try:
+        return _columns_of(source, raw, aborted, position)
+    except CorruptRecordException as error:
+        raise DedupError(
+            f"{source}: {error.args[0]}. The broker's copy of it is damaged, or it was damaged on the way. Nothing of "
+            f"the batch was read. Start again; if the error remains, let a broker whose replica is intact lead the "
+            f"partition. If none is intact, the batch is lost; `dedup reset --to` a time after the batch starts over."
+        ) from error
+
+
+def _columns_of(
+    source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
+) -> tuple[Columns, int]:
     found = Columns()
     batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():

@@ -14,6 +14,7 @@ from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
+from dedup.errors import DedupError
 from dedup.kafka import record_batch
 from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers
@@ -77,6 +78,14 @@ def test_a_batch_that_ends_inside_a_record_is_refused(cut_bytes):
     raw = batch(ROWS)
     with pytest.raises(CorruptRecordException):
         records_of(raw[:-cut_bytes], 0)
+
+
+def test_a_damaged_batch_is_named_with_what_to_do():
+    """Was: the worker ended with a traceback."""
+    raw = bytearray(batch(ROWS[:1]) + batch(ROWS, base_offset=1))
+    raw[-1] ^= 1
+    with pytest.raises(DedupError, match=r"^in/0: the batch at offset 1 has a wrong checksum.* intact"):
+        columns_of(FEED, bytes(raw), [], 0)
 
 
 def test_another_batch_is_not_taken_for_it():
