@@ -29,8 +29,7 @@ from dedup.store.base import Store, StoreIdentity
 from dedup.store.checkpoint import Checkpoint, Moved
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store, prepare_directory
-from dedup.worker.offsets import bounds_of
-from dedup.worker.restore import refuse_other_fingerprint
+from dedup.worker.restore import bounds_reaching, refuse_other_fingerprint
 
 log: Final = logging.getLogger(__name__)
 _STALLED_S: Final = 60.0
@@ -163,7 +162,7 @@ class Bootstrap:
         if found is None:
             log.info("%s: no checkpoint at %s", identity, place)
             return
-        bounds = await bounds_of(wire, wanted.changelog)
+        bounds = await bounds_for(found, wanted, wire)
         refuse_anothers(found, wanted, bounds, place)
         useless = self._useless(found, wanted, bounds)
         if useless:
@@ -218,6 +217,13 @@ def _has_state(directory: Path) -> bool:
         return False
     except OSError:
         return True  # opening the store reports the problem
+
+
+async def bounds_for(found: Checkpoint, wanted: WantedCheckpoint, wire: Wire) -> LogBounds:
+    """Return the changelog's bounds, but look again for about 10 s while it ends before the checkpoint was made."""
+    # Waiting does not turn a checkpoint of another changelog into one of this changelog.
+    position = found.position if found.identity == wanted.identity else 0
+    return await bounds_reaching(wire, wanted.changelog, position)
 
 
 def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds, place: str) -> None:

@@ -17,8 +17,7 @@ from dedup.kafka.wire import TopicPartition
 from dedup.store.changelog import TaskRecord
 from dedup.store.checkpoint import Checkpoint, Moved, files_of
 from dedup.store.checkpoint_storage import CheckpointStorage
-from dedup.worker.bootstrap import refuse_anothers, transfer
-from dedup.worker.offsets import bounds_of
+from dedup.worker.bootstrap import bounds_for, refuse_anothers, transfer
 from dedup.worker.restore import Progress, refuse_other_fingerprint, restore
 from dedup.worker.task_factory import TaskFactory
 
@@ -59,7 +58,7 @@ async def make_checkpoint(
     place = storage.place(wanted.identity.topology, partition)
     before = await transfer(lambda _: _in_force(storage, factory.topology.name, partition), place)
     if before is not None:
-        refuse_anothers(before, wanted, await bounds_of(factory.wire, wanted.changelog), place)
+        refuse_anothers(before, wanted, await bounds_for(before, wanted, factory.wire), place)
     try:
         record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:

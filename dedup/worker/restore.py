@@ -191,6 +191,17 @@ async def look_again(wire: Wire) -> None:
     await wire.pause(_LOOK_AGAIN_MS)
 
 
+async def bounds_reaching(wire: Wire, changelog: TopicPartition, position: int) -> LogBounds:
+    """Return a changelog's bounds, but look again for about 10 s while the changelog ends before ``position``."""
+    bounds = await bounds_of(wire, changelog)
+    looks = 0
+    while position > bounds.end and looks < MOST_LOOKS:
+        looks += 1
+        await look_again(wire)
+        bounds = await bounds_of(wire, changelog)
+    return bounds
+
+
 async def fitted(
     wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
 ) -> LogBounds:
@@ -203,12 +214,7 @@ async def fitted(
     record = store.task_record
     if record is not None:
         accept(record)
-    bounds = await bounds_of(wire, changelog)
-    looks = 0
-    while store.position > bounds.end and looks < MOST_LOOKS:
-        looks += 1
-        await look_again(wire)
-        bounds = await bounds_of(wire, changelog)
+    bounds = await bounds_reaching(wire, changelog, store.position)
     if store.position > bounds.end:
         raise StateIncompatible(
             f"{changelog} ends at offset {bounds.end}, but the local state was written at "
@@ -253,10 +259,15 @@ async def truncated_to(
 ) -> int:
     """Return the new first offset of a changelog whose owner has deleted the record at ``position``.
 
-    Raises ``refused``, the fetch error, if the changelog still contains ``position``. Raises StateIncompatible if
-    another program deleted records that live segments need.
+    If a broker that is cut off from its cluster has refused the fetch, `truncated_to` looks for the current leader, and
+    returns ``position``. Raises ``refused``, the fetch error, if the changelog still contains ``position`` or if no
+    leader does. Raises StateIncompatible if another program deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
+    if position > bounds.end:
+        bounds = await bounds_reaching(wire, changelog, position)
+        if bounds.start <= position <= bounds.end:
+            return position
     if bounds.start <= position:
         raise refused
     await _refuse_truncated(wire, changelog, bounds, held)

@@ -41,6 +41,8 @@ class Log:
         self.lines = []
         self.start = 0
         self.read = 0
+        self.deposed_end = None
+        """The end of the log at a broker that still believes to lead it, until a client looks for the leader again."""
 
     def grow(self, workshop, ids):
         """So many new IDs are in it, in one transaction, with the task record."""
@@ -53,7 +55,10 @@ class Log:
         self.lines.append((TASK_RECORD_KEY, encode_task_record(record)))
 
     async def bounds(self, _partition):
-        return LogBounds(self.start, len(self.lines))
+        return LogBounds(self.start, len(self.lines) if self.deposed_end is None else self.deposed_end)
+
+    async def refresh(self):
+        self.deposed_end = None
 
     async def fetch(self, partition, offset, *, max_bytes, wait_ms):
         if offset < self.start:
@@ -283,6 +288,16 @@ async def test_another_changelog_topology_or_a_shorter_changelog_is_refused(log,
     with pytest.raises(StateIncompatible, match="but the checkpoint at"):
         await made(log, tmp_path, place)
     assert sorted(path.read_bytes() for path in (tmp_path / "kept" / "t" / "0").iterdir()) == before
+
+
+async def test_a_deposed_leader_of_the_changelog_is_no_reason_to_refuse_a_checkpoint(log, tmp_path, place):
+    """Was: the worker stopped with exit code 3, although the checkpoint belonged to its changelog."""
+    log.grow(workshop(log, tmp_path), 100)
+    await made(log, tmp_path, place)
+    log.deposed_end = 10
+    store, read = await restored(workshop(log, tmp_path / "new", checkpoint=place))
+    assert (ids_of(store), read) == (written(log), 0)
+    store.close()
 
 
 async def test_a_checkpoint_moved_to_another_partition_is_refused(log, tmp_path, place):

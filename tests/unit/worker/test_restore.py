@@ -1,5 +1,7 @@
 """What a restore refuses, and that it refuses before anything is applied."""
 
+from functools import partial
+
 import pytest
 
 from dedup.core.window import Window
@@ -63,6 +65,43 @@ async def test_everything_up_to_the_end_is_applied():
     found = await restored(Log([sighting(b"a"), record(OURS), sighting(b"b"), record(OURS, 2)]), store)
     assert (found.records, store.position, store.task_record.next_offset) == (4, 4, 2)
     assert [name for _, name, _ in store.sightings()] == [b"a", b"b"]
+
+
+class Deposed(Log):
+    """A changelog whose leader moves during the restore; the old leader lacks the newest records, and still answers."""
+
+    moved = found = False
+
+    async def bounds(self, partition):
+        whole = await super().bounds(partition)
+        return LogBounds(whole.start, whole.end - 2) if self.moved and not self.found else whole
+
+    async def fetch(self, partition, offset, *, max_bytes, wait_ms):
+        if offset >= len(self.lines) - 1 and not self.found:
+            self.moved = True
+            raise StateIncompatible("out of range")
+        return await super().fetch(partition, offset, max_bytes=max_bytes, wait_ms=wait_ms)
+
+    async def refresh(self):
+        self.found = True
+
+    async def pause(self, delay_ms):
+        """Do not wait."""
+
+
+async def test_a_deposed_leader_that_answers_during_the_restore_is_no_reason_to_stop():
+    """Was: the worker stopped with exit code 3, although the changelog held everything."""
+    store = MemoryStore()
+    lines = [sighting(b"a"), record(OURS), sighting(b"b"), record(OURS, 2)]
+    found = await restored(Deposed(lines, step=3), store)
+    assert (found.records, store.position, store.task_record.next_offset) == (4, 4, 2)
+
+
+async def test_a_fetch_that_every_leader_refuses_is_an_error():
+    log = Deposed([sighting(b"a"), record(OURS), sighting(b"b"), record(OURS, 2)], step=3)
+    log.refresh = partial(log.pause, 0)
+    with pytest.raises(StateIncompatible, match="out of range"):
+        await restored(log, MemoryStore())
 
 
 class Noting(MemoryStore):
