@@ -85,8 +85,10 @@ _IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """The time limit of a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
-_MOST_ABSENT: Final = 400
-"""A topic counts as deleted once this many responses in a row lack the topic, which takes at least 20 s."""
+_ABSENT_FOR_S: Final = 20.0
+"""A topic counts as deleted once all responses of this many seconds lack the topic."""
+_ABSENT_AGAIN_S: Final = 15.0
+"""If the previous response is older than this, the time begins anew. A request to a frozen broker takes 10 s."""
 _DIVERGING_EPOCH: Final = 0
 """The tag of the fetch response field that says where the broker's log diverges from the records already read."""
 _EPOCH_END: Final = Struct(">iq")
@@ -172,8 +174,8 @@ class KafkaWire:
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
-        self._absent: Final[defaultdict[str, int]] = defaultdict(int)
-        """Maps each pinned topic without a leader to the number of consecutive responses that lacked the topic."""
+        self._absent_s: Final[dict[str, tuple[float, float]]] = {}
+        """Maps each pinned topic that brokers lack to the times of the first and the last response that lacked it."""
         self._seen_ids: dict[str, str] = {}
         """For each fetched topic that is not pinned, maps its name to the ID that the last lookup returned."""
 
@@ -501,17 +503,23 @@ class KafkaWire:
         return int(leader)
 
     async def _refuse_absent(self, topic: str) -> None:
-        """Raise StateIncompatible if a pinned topic has been missing from `_MOST_ABSENT` consecutive responses.
+        """Raise StateIncompatible if a pinned topic has been missing from all responses of `_ABSENT_FOR_S` seconds.
 
         A single response proves nothing, because a broker that is starting may not know the topic yet.
         """
         if topic not in self._topic_ids:
             return
-        absent = (await self.topics((topic,)))[topic] == UNKNOWN_TOPIC
-        self._absent[topic] = self._absent[topic] + 1 if absent else 0
-        if self._absent[topic] >= _MOST_ABSENT:
+        if (await self.topics((topic,)))[topic] != UNKNOWN_TOPIC:
+            self._absent_s.pop(topic, None)
+            return
+        now_s = asyncio.get_running_loop().time()
+        first_s, last_s = self._absent_s.get(topic, (now_s, now_s))
+        if now_s - last_s > _ABSENT_AGAIN_S:
+            first_s = now_s
+        self._absent_s[topic] = first_s, now_s
+        if now_s - first_s >= _ABSENT_FOR_S:
             raise StateIncompatible(
-                f"topic {topic!r} was deleted while it was read: {_MOST_ABSENT} responses in a row do not have it. "
+                f"topic {topic!r} was deleted while it was read: no response has had it for {now_s - first_s:.0f} s. "
                 "Nothing was changed. Bring it back, or start over with `dedup reset`."
             )
 

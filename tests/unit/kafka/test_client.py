@@ -3,7 +3,6 @@ pauses before the next attempt to connect.
 """
 
 import asyncio
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.structs import BrokerMetadata
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.kafka import client as client_module
 from dedup.kafka.client import KafkaWire, back_off
 from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, COMPRESSION, EPOCH_OVER, FENCED, REFUSED
 from dedup.kafka.wire import LEADER_MOVED, UNSTABLE_OFFSET, NoAnswer, TopicNow, TopicPartition, error_name
@@ -40,7 +40,8 @@ def test_an_error_code_of_a_read(codes, kind):
 
 @pytest.mark.parametrize("pinned", [True, False])
 async def test_a_topic_that_no_response_has_was_deleted(monkeypatch, pinned):
-    """Was: a restore waited for ever, because brokers name no leader, as during an election."""
+    """Was: a restore waited for ever, because brokers name no leader, as during an election; and then, a worker with 64
+    partitions stopped after 2 s, when a broker responded before it knew its topics."""
     answers = {"now": 3}
 
     async def topics(names):
@@ -52,19 +53,27 @@ async def test_a_topic_that_no_response_has_was_deleted(monkeypatch, pinned):
     wire = KafkaWire.__new__(KafkaWire)
     cluster = SimpleNamespace(leader_for_partition=lambda _: None)
     wire._client = SimpleNamespace(cluster=cluster, add_topic=nothing, force_metadata_update=nothing)
-    wire._topic_ids, wire._absent = ({PLACE.topic: "id"} if pinned else {}), defaultdict(int)
+    wire._topic_ids, wire._absent_s = ({PLACE.topic: "id"} if pinned else {}), {}
     monkeypatch.setattr(wire, "topics", topics)
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(client_module.asyncio, "get_running_loop", lambda: SimpleNamespace(time=lambda: clock.now_s))
 
-    async def asked(times):
-        for _ in range(times):
+    async def asked(seconds):
+        for _ in range(seconds):
             with pytest.raises(NoAnswer, match="no leader is known"):
                 await wire.leader(PLACE)
+            clock.now_s += 1
 
-    await asked(399)
+    await asked(20)
     answers["now"] = TopicNow("id", 1)  # one broker was starting
     await asked(1)
     answers["now"] = 3
-    await asked(399)
+    await asked(5)
+    clock.now_s += 60  # nothing was read in the meantime
+    for _ in range(64):  # as many partitions ask at the same time
+        await asked(1)
+        clock.now_s -= 1
+    await asked(20)
     with pytest.raises(StateIncompatible if pinned else NoAnswer, match="was deleted" if pinned else "no leader"):
         await wire.leader(PLACE)
 
