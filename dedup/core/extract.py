@@ -76,7 +76,7 @@ from dedup.core.tracking_id import (
     state_key,
 )
 
-__all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
+__all__ = ["Extract", "Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _INT64_BITS: Final = 64
 _BY_KEY: Final = TrackingId(KeyRule())
@@ -110,6 +110,10 @@ class Extracted:
         keys = kept([begin + (key or b"") for key in self.ids]) if self.ids else []
         ids = [None if key is None else made for key, made in zip(self.ids, keys, strict=True)]
         return replace(self, ids=ids, faults={row: fault for row, fault in self.faults.items() if row not in lacking})
+
+
+Extract = Callable[[Sequence[bytes | None], Sequence[bytes | None], Sequence[Headers], Sequence[int]], Extracted]
+"""A function that extracts the values of a batch, as an `Extractor` does."""
 
 
 def compile_extractor(

@@ -12,7 +12,7 @@ from typing import Final
 from uuid import UUID
 
 from dedup.core import tracking_id as encoding
-from dedup.core.extract import Extractor, Fault
+from dedup.core.extract import Extract, Fault
 from dedup.core.extract_one import EXTRACTED
 from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.partitioner import partitions
@@ -268,7 +268,7 @@ class DedupPlan:
     source_topics: tuple[str, ...]
     wrapped: bool
     """True if the feeding topic is the repartition topic; see `unwrap`."""
-    extractor: Extractor
+    extractor: Extract
     rules: Rules
     max_clock_skew_ms: int
     start: Start

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dedup.core.extract import Extracted, Extractor, Fault
+from dedup.core.extract import Extract, Extracted, Fault
 from dedup.core.extract_one import EXTRACTED, passed_on
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.formats import SCHEMA_UNKNOWN
@@ -36,7 +36,7 @@ class RepartitionPlan:
     feeding: TopicPartition
     target: str
     partitions: int
-    extractor: Extractor
+    extractor: Extract
     topic: int
     """The index of the feeding topic in ``source.topics``."""
     start: Start

@@ -5,15 +5,19 @@ This module is independent of Faust, because the Spark stream also uses it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from dedup.core.extract import Extract, Extracted, Extractor
+from dedup.core.extract_one import Headers
 from dedup.core.flow import Flow
+from dedup.core.tracking_id import Rule, code_rules
 from dedup.core.window import Feed
-from dedup.errors import InvariantBroken
+from dedup.errors import InvariantBroken, Problem, TopologyError
 from dedup.flow_loader import load_code
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.transactional_producer import Session
@@ -43,6 +47,56 @@ _PRODUCE_BYTES: Final = 64 << 10
 
 
 @dataclass(slots=True)
+class IdFunctions:
+    """Stops the worker if a topology's ID functions take so long that the group would expel the worker."""
+
+    rule: Rule
+    most_s: float
+    """The time, in seconds, that the functions may take for one batch."""
+    slow: set[TopicPartition] = field(default_factory=set)
+    """The feeding partitions for whose last batch the functions took longer than that."""
+
+    def limited(self, extractor: Extractor, feeding: TopicPartition) -> Extract:
+        """Return the extractor or, if it calls ID functions, one that raises TopologyError if they are too slow.
+
+        A process may be frozen during a batch, which is no fault of the functions. Therefore, the error is raised only
+        for a partition's second slow batch in a row.
+        """
+        functions = code_rules(self.rule)
+        if not functions:
+            return extractor
+
+        def extract(
+            keys: Sequence[bytes | None],
+            values: Sequence[bytes | None],
+            headers: Sequence[Headers],
+            timestamps_ms: Sequence[int],
+        ) -> Extracted:
+            began_s = time.monotonic()
+            found = extractor(keys, values, headers, timestamps_ms)
+            took_s = time.monotonic() - began_s
+            if took_s <= self.most_s:
+                self.slow.discard(feeding)
+            elif feeding not in self.slow:
+                self.slow.add(feeding)
+            else:
+                names = " or ".join(each.name for each in functions)
+                raise TopologyError([Problem("tracking_id", _too_slow(names, took_s, len(values)))])
+            return found
+
+        return extract
+
+
+def _too_slow(names: str, took_s: float, records: int) -> str:
+    return (
+        f"the function {names} took {took_s:.1f} s for the {records} records of one batch, more than "
+        f"{FLOW_SHARE:.0%} of `session_timeout`, and so did the partition's previous batch. While the function runs, "
+        f"the worker sends no heartbeat, so the group would expel the worker, and the batch would be judged again. "
+        f"Nothing of the batch was committed. Make the function faster, or raise `session_timeout` in the config file."
+    )
+
+
+@dataclass(slots=True)
 class TaskFactory:
     """Builds tasks, and opens and releases their stores."""
 
@@ -66,6 +120,7 @@ class TaskFactory:
 
     flow: Flow | None = field(init=False, default=None)
     """The topology's flow, or None if it has none."""
+    id_functions: IdFunctions = field(init=False)
     transactions: Counter[str] = field(init=False, default_factory=Counter)
     """The number of transactions of all task groups since the worker's start, by result."""
 
@@ -75,12 +130,18 @@ class TaskFactory:
         Raises SettingsError if no installed package can read the checkpoint URL.
         """
         self.flow = load_code(self.topology) if self.topology.runs_code else None
+        self.id_functions = IdFunctions(self.topology.tracking_id.rule, self._most_s)
         self.check = topic_check(self.topology, self.cluster, self.wire)
         self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
         self.limits = Limits(self.cluster.limits, self.clock.now_ms, self.wire)
         if self.settings.state.checkpoint is not None:
             refuse_unreadable(self.settings.state.checkpoint)
             self.bootstrap = Bootstrap(self.settings.state.checkpoint)
+
+    @property
+    def _most_s(self) -> float:
+        """The time, in seconds, that the user's code may take for one batch."""
+        return self.settings.session_timeout_ms / 1000 * FLOW_SHARE
 
     def wanted(self, partition: int) -> WantedCheckpoint:
         """Return the identity that a partition's store must have, and the values that a checkpoint must match."""
@@ -200,19 +261,20 @@ class TaskFactory:
             self.flow,
             {route.topic: route for route in targets if route is not None},
             stop=self.topology.then is not None and self.topology.then.stop,
-            most_s=self.settings.session_timeout_ms / 1000 * FLOW_SHARE,
+            most_s=self._most_s,
         )
 
     def _dedup_plan(self, feeding: TopicPartition) -> DedupPlan:
         topology, topic = self.topology, self.cluster.topics[feeding.topic]
         extractor = extractor_of(topology)
+        extract = extractor.again if topology.passes_ids_on else self.id_functions.limited(extractor, feeding)
         return DedupPlan(
             feeding=feeding,
             changelog=TopicPartition(topology.changelog_topic, feeding.partition),
             feeds=(Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology),
             source_topics=topology.source.topics,
             wrapped=not topology.direct,
-            extractor=extractor.again if topology.passes_ids_on else extractor,
+            extractor=extract,
             ids_passed_on=topology.passes_ids_on,
             rules=topology.rules,
             max_clock_skew_ms=topology.max_clock_skew_ms,
@@ -232,7 +294,7 @@ class TaskFactory:
             feeding=feeding,
             target=target.name,
             partitions=target.partitions,
-            extractor=extractor_of(topology, fingerprint=False),
+            extractor=self.id_functions.limited(extractor_of(topology, fingerprint=False), feeding),
             topic=source.topics.index(feeding.topic),
             # `latest` would skip the records that producers sent to a new partition before a worker noticed the
             # partition.
