@@ -30,7 +30,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, diagnose, most_telling
+from dedup.kafka.connection import Connection, answered_within, diagnose, most_telling, outlast_blocks
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -187,6 +187,7 @@ class KafkaWire:
         """
         client = AIOKafkaClient(**self.connection.client_options())
         back_off(client)
+        outlast_blocks(client)
         never_create_topics(client)
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
         while True:
@@ -366,10 +367,14 @@ class KafkaWire:
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
+        asked = asyncio.ensure_future(self.send(node, request, _METADATA_LANE))
         try:
-            async with asyncio.timeout(_METADATA_WITHIN_S):
-                return await self.send(node, request, _METADATA_LANE)
+            return await answered_within(asked, _METADATA_WITHIN_S)
         except TimeoutError as error:
+            # The next request must not wait on the same connection, which a firewall may have dropped without a word.
+            silent = self._client._conns.get((node, _METADATA_LANE))  # noqa: SLF001  # aiokafka has no public API for this
+            if silent is not None:
+                silent.close(reason=CloseReason.CONNECTION_TIMEOUT)
             raise NoAnswer(
                 f"broker {node} did not answer {type(request).__name__} within {_METADATA_WITHIN_S:g} s"
             ) from error

@@ -1,5 +1,7 @@
 """Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
+The module also contains how long a client waits for a response (`answered_within`).
+
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
 `diagnose` connects to each broker separately to find the real cause.
 """
@@ -11,12 +13,14 @@ import contextlib
 import enum
 import socket
 import ssl
+import types
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
 
@@ -80,6 +84,53 @@ class Connection:
             key_password = self.security.key_password.get_secret_value() if self.security.key_password else None
             context.load_cert_chain(self.security.cert_file, self.security.key_file, key_password)
         return context
+
+
+T = TypeVar("T")
+_PARTS: Final = 10
+"""The number of parts in which `answered_within` waits."""
+
+
+async def answered_within(answer: asyncio.Future[T], within_s: float) -> T:
+    """Return a response, or stop waiting for it and raise TimeoutError after ``within_s`` seconds.
+
+    While a flow or an ID function blocks the event loop, no response is read, and a timer that became due in the
+    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` waits in several
+    parts, and a part counts once, however late it ends.
+    """
+    try:
+        for _ in range(_PARTS):
+            await asyncio.wait({answer}, timeout=within_s / _PARTS)
+            if answer.done():
+                return answer.result()
+        raise TimeoutError
+    finally:
+        if not answer.cancel() and not answer.cancelled():
+            answer.exception()  # asyncio logs errors that nobody retrieves
+
+
+_send: Final = AIOKafkaConnection.send
+
+
+class _OutlastingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped base
+    """aiokafka's connection, except that it waits for responses with `answered_within`."""
+
+    send = types.FunctionType(
+        _send.__code__, {**_send.__globals__, "wait_for": answered_within}, argdefs=_send.__defaults__
+    )
+
+
+def outlast_blocks(client: AIOKafkaClient) -> None:
+    """Make a client read the responses that have arrived before it treats requests as unanswered."""
+    connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
+
+    async def connect_outlasting(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
+        made: AIOKafkaConnection | None = await connect(node_id, **options)
+        if made is not None:
+            made.__class__ = _OutlastingConnection
+        return made
+
+    client._get_conn = connect_outlasting  # noqa: SLF001
 
 
 PROBE_WITHIN_S: Final = 5.0

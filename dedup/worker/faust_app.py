@@ -35,6 +35,7 @@ from yarl import URL
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire, back_off, never_create_topics, sendable
+from dedup.kafka.connection import outlast_blocks
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.requests import HeartbeatRequest_v3
@@ -200,6 +201,7 @@ class Consumer(FaustConsumer):
         )
         inner = self.client._client  # noqa: SLF001  # aiokafka's consumer creates its own client
         back_off(inner)
+        outlast_blocks(inner)
         never_create_topics(inner)
         await self.client.start()
         self._name_heartbeats()

@@ -1,0 +1,128 @@
+"""What a client does about a connection on which no response arrives, and about responses that it could not read yet.
+
+The broker here runs in a thread of its own, so that it responds while the client's event loop is blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+import time
+
+import pytest
+from aiokafka.protocol.admin import ApiVersionResponse_v0
+from aiokafka.protocol.metadata import MetadataRequest_v5
+
+from dedup.kafka import client as client_module
+from dedup.kafka.client import KafkaWire, metadata_request
+from dedup.kafka.connection import Connection
+from dedup.kafka.requests import MetadataRequest_v10
+from dedup.kafka.wire import NoAnswer, TopicNow
+from dedup.settings import Security
+
+TOPIC, TOPIC_ID = "orders", bytes(range(16))
+METADATA, VERSIONS = MetadataRequest_v10.API_KEY, 18
+
+
+class OneBroker:
+    """A broker that knows one topic, and that responds to requests for metadata."""
+
+    def __init__(self) -> None:
+        self.port = self.connections = 0
+        self.silent_below = 0
+        """The connections with a lower number get no responses."""
+        self.responded = threading.Semaphore(0)
+        """Counts the responses to requests for metadata of version 10."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self):
+        self._thread.start()
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        async def end() -> None:
+            self._server.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own, self.connections = self.connections, self.connections + 1
+        try:
+            while True:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                key, version, correlation = struct.unpack_from(">hhi", await reader.readexactly(size))
+                if own < self.silent_below:
+                    continue
+                answer = struct.pack(">i", correlation) + self._answer(key, version)
+                writer.write(struct.pack(">i", len(answer)) + answer)
+                await writer.drain()
+                if version == MetadataRequest_v10.API_VERSION:
+                    self.responded.release()
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def _answer(self, key: int, version: int) -> bytes:
+        if key == VERSIONS:
+            return ApiVersionResponse_v0(0, [(METADATA, 0, 10), (VERSIONS, 0, 0)]).encode()
+        if version == MetadataRequest_v5.API_VERSION:
+            return MetadataRequest_v5.RESPONSE_TYPE(0, [(0, "127.0.0.1", self.port, None)], "c", 0, []).encode()
+        partition = (0, 0, 0, 0, [0], [0], [], {})
+        topic = (0, TOPIC, TOPIC_ID, False, [partition], 0, {})
+        broker = (0, "127.0.0.1", self.port, None, {})
+        return b"\0" + MetadataRequest_v10.RESPONSE_TYPE(0, [broker], "c", 0, [topic], 0, {}).encode()
+
+
+@pytest.fixture
+def broker():
+    with OneBroker() as running:
+        yield running
+
+
+@pytest.fixture
+async def wire(broker, monkeypatch):
+    monkeypatch.setattr(client_module, "_METADATA_WITHIN_S", 0.2)
+    made = KafkaWire(Connection((f"127.0.0.1:{broker.port}",), Security(), request_timeout_ms=300))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_a_connection_that_a_firewall_has_dropped_is_replaced(broker, wire):
+    """Was: every check of the topics got no response until TCP gave up, after about 15 minutes."""
+    assert await wire.topics((TOPIC,)) == {TOPIC: TopicNow(TOPIC_ID.hex(), 1)}
+    broker.silent_below = broker.connections
+    with pytest.raises(NoAnswer, match="did not answer"):
+        await wire.topics((TOPIC,))
+    assert await wire.topics((TOPIC,)) == {TOPIC: TopicNow(TOPIC_ID.hex(), 1)}
+
+
+async def _checks_topics(wire: KafkaWire) -> object:
+    return await wire.topics((TOPIC,))
+
+
+async def _asks_leader(wire: KafkaWire) -> object:
+    return await wire.send(0, metadata_request((TOPIC,)), "another lane")
+
+
+@pytest.mark.parametrize("ask", [_checks_topics, _asks_leader])
+async def test_a_response_that_arrives_while_a_flow_blocks_the_loop_is_read(broker, wire, ask):
+    """Was: the request timed out, although its response had arrived, and the transaction was given up."""
+    await ask(wire)
+    asked = asyncio.ensure_future(ask(wire))
+    broker.responded.acquire()
+    while not broker.responded.acquire(timeout=0.1):  # noqa: ASYNC110  # the broker is in another thread
+        await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251  # longer than the request may take
+    await asked
