@@ -367,10 +367,14 @@ class Task:
         self.dirty = True
         self._transaction.dirty.set()
 
-    async def process(self, batch: FeedBatch) -> None:
-        """Judge a batch and add the resulting records to the group's transaction."""
+    async def process(self, batch: FeedBatch) -> float:
+        """Judge a batch and add the resulting records to the group's transaction.
+
+        Returns the time, in seconds, for which judging blocked the event loop.
+        """
+        blocked_s = 0.0
         if self.state is not TaskState.RUNNING or self._ending is not None:
-            return  # the task was revoked or is ending, and the partition's next owner reads these records
+            return blocked_s  # the task was revoked or is ending, and the partition's next owner reads these records
         if batch.follows != self._expected:
             raise InvariantBroken(
                 f"{self.task_id}: a batch arrived that follows offset {batch.follows}, but the last one ended at "
@@ -381,10 +385,13 @@ class Task:
         fresh = self._not_yet_judged(batch)
         await self._transaction.open_for_batches.wait()
         if fresh is not None and self.state is TaskState.RUNNING:
+            begun_s = time.monotonic()
             self._take(fresh)
+            blocked_s = time.monotonic() - begun_s
             enough = self._waiting_records >= _MOST_WAITING or self._waiting_bytes >= _MOST_WAITING_BYTES
             if enough and not self.full:
                 self.full = not await self._commit_ends()
+        return blocked_s
 
     async def _commit_ends(self) -> bool:
         """Wait for the end of the commit in flight, at most `_LONG_COMMIT_MS`, and return whether it has ended."""

@@ -31,6 +31,11 @@ _LONGEST_INTERVAL_S: Final = 1.0
 """The longest commit interval for busy groups, because open transactions delay readers and may time out."""
 _LEAST_REST: Final = 0.5
 """The share of the commit interval that is reserved for judging, no matter how long the last commit took."""
+_LONG_BATCH_S: Final = 0.25
+_REST: Final = 0.1
+"""If judging a batch blocks the event loop for more than `_LONG_BATCH_S` seconds, as a slow flow does, the agent then
+rests for this share of that time, during which commits and heartbeats continue.
+"""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
 """The first pause, in seconds, before a task group whose commit got no response is rebuilt. The pause doubles with each
@@ -166,18 +171,22 @@ class TaskManager:
     async def process_all(self, batches: AsyncIterable[FeedBatch]) -> None:
         """Pass each batch to its task, in order; Faust runs `process_all` as the body of each agent."""
         async for batch in batches:
-            await self.process(batch)
+            blocked_s = await self.process(batch)
             # Judging never yields to the event loop. Without this line, a commit in flight would wait for the whole
-            # queue.
-            await asyncio.sleep(0)
+            # queue. After a long batch, one turn of the loop is not enough, because a commit takes many turns, and each
+            # of them would wait for another long batch.
+            await asyncio.sleep(_REST * blocked_s if blocked_s > _LONG_BATCH_S else 0)
 
-    async def process(self, batch: FeedBatch) -> None:
-        """Pass a batch to its task, or drop the batch if its partition has been revoked since the fetch."""
+    async def process(self, batch: FeedBatch) -> float:
+        """Pass a batch to its task, or drop the batch if its partition has been revoked since the fetch.
+
+        Returns the time, in seconds, for which judging blocked the event loop.
+        """
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
-            return
+            return 0.0
         try:
-            await task.process(batch)
+            return await task.process(batch)
         except TaskCorrupted as error:
             members = next((each for each, group in self._groups.items() if task in group.tasks.values()), None)
             if members is not None:  # otherwise, the next owner of the store finds the damage
@@ -187,6 +196,7 @@ class TaskManager:
         except Exception as error:
             self.fail(error)
             raise
+        return 0.0
 
     def is_full(self, feeding: TopicPartition) -> bool:
         """Return whether the partition's task should get no more records until a long commit has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -77,8 +77,9 @@ class FakeTask:
         self.state = TaskState.RUNNING
         return 7
 
-    async def process(self, _batch: object) -> None:
+    async def process(self, _batch: object) -> float:
         self._go("process")
+        return 2.0
 
     async def commit(self) -> None:
         self.dirty.clear()
@@ -164,6 +165,26 @@ async def damaged_by(shop: Shop, how: str) -> None:
             ),
             10,
         )
+
+
+async def test_after_a_long_batch_the_agent_rests_so_that_commits_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Was: a commit got one turn of the event loop between two batches that each blocked the loop for seconds."""
+    shop = Shop()
+    await shop.assigned(FEED)
+    rests: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        rests.append(delay_s)
+
+    async def batches() -> AsyncIterator[Any]:
+        yield BATCH
+        yield SimpleNamespace(feeding=OTHER, life=LIFE)  # is not assigned, so nothing is judged
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", sleep)
+        await shop.tasks.process_all(batches())
+    assert rests == [pytest.approx(0.2), 0]
+    await shop.tasks.close_all(drain=False)
 
 
 @pytest.mark.parametrize("how", ["process", "commit"])
