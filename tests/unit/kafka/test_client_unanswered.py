@@ -15,6 +15,7 @@ from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest_v5
 
 from dedup.kafka import client as client_module
+from dedup.kafka import connection as connection_module
 from dedup.kafka.client import KafkaWire, metadata_request
 from dedup.kafka.connection import Connection
 from dedup.kafka.requests import MetadataRequest_v10
@@ -34,6 +35,9 @@ class OneBroker:
         """The connections with a lower number get no responses."""
         self.responded = threading.Semaphore(0)
         """Counts the responses to requests for metadata of version 10."""
+        self.throttle_ms = 0
+        """What the responses to requests for metadata of version 10 say; later requests wait for `muted_s`."""
+        self.muted_s = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
@@ -68,6 +72,7 @@ class OneBroker:
                 await writer.drain()
                 if version == MetadataRequest_v10.API_VERSION:
                     self.responded.release()
+                    await asyncio.sleep(self.muted_s)
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -81,7 +86,7 @@ class OneBroker:
         partition = (0, 0, 0, 0, [0], [0], [], {})
         topic = (0, TOPIC, TOPIC_ID, False, [partition], 0, {})
         broker = (0, "127.0.0.1", self.port, None, {})
-        return b"\0" + MetadataRequest_v10.RESPONSE_TYPE(0, [broker], "c", 0, [topic], 0, {}).encode()
+        return b"\0" + MetadataRequest_v10.RESPONSE_TYPE(self.throttle_ms, [broker], "c", 0, [topic], 0, {}).encode()
 
 
 @pytest.fixture
@@ -126,3 +131,16 @@ async def test_a_response_that_arrives_while_a_flow_blocks_the_loop_is_read(brok
         await asyncio.sleep(0)
     time.sleep(0.4)  # noqa: ASYNC251  # longer than the request may take
     await asked
+
+
+async def test_a_request_that_waits_because_of_a_quota_is_not_unanswered(broker, wire, caplog, monkeypatch):
+    """Was: the connection was closed, every transaction was sent again, and no line of the log named the quota."""
+    monkeypatch.setattr(connection_module, "_said_s", {})
+    await _asks_leader(wire)
+    broker.throttle_ms, broker.muted_s = 60_000, 0.7
+    connections = broker.connections
+    for _ in range(3):
+        await _asks_leader(wire)
+    assert broker.connections == connections
+    (line,) = [line for line in caplog.messages if "throttles" in line]
+    assert "by 60000 ms, because it exceeds its quota request_percentage" in line
