@@ -66,7 +66,15 @@ from dedup.spark.task_attempt import (
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.layout import alone
-from dedup.worker.offsets import at_once, bounds_of, committed_offset, first_offset, first_readable, progress_within
+from dedup.worker.offsets import (
+    Start,
+    at_once,
+    bounds_of,
+    committed_offset,
+    first_offset,
+    first_readable,
+    progress_within,
+)
 from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
@@ -176,7 +184,7 @@ async def prepared(
 
 
 async def _with_positions(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> Prepared:
-    def start_of(place: TopicPartition) -> str | int:
+    def start_of(place: TopicPartition) -> Start:
         return topology.source.start if place.topic in topology.source.topics else "earliest"
 
     async def look(place: TopicPartition) -> tuple[int | None, int, int]:

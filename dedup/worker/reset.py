@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from aiokafka.errors import KafkaError
-
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -130,7 +128,7 @@ class Reset:
         except DedupError as error:
             error.args = (f"{error} {_BEGUN}",)
             raise
-        except (KafkaError, NoAnswer, TimeoutError) as error:
+        except (NoAnswer, TimeoutError) as error:
             raise BrokerUnavailable(f"the brokers gave no usable answer: {error!r}. {_BEGUN}") from error
         except OSError as error:
             raise DedupError(f"{error}. {_BEGUN}") from error

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
-from aiokafka.errors import NodeNotReadyError
 
 from dedup.errors import (
     BrokerUnavailable,
@@ -50,7 +49,6 @@ FAILURES = [
     (TaskMigrated("fenced."), TaskMigrated),
     (StateIncompatible("in use."), StateIncompatible),
     (RecordRefused("1 record refused.", topic="t.changelog", partition=0, rows=(-1,)), RecordRefused),
-    (NodeNotReadyError("node 1"), BrokerUnavailable),
     (TimeoutError(), BrokerUnavailable),
     (OSError(errno.EACCES, "Permission denied", "/var/dedup/t/0/LOCK"), DedupError),
 ]
