@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -205,10 +205,11 @@ class HadoopDirectory:
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
 
     def refuse_unwritable(self, option: str, probe: str) -> None:
-        """Create the directory, if it is missing, by writing and deleting a file named ``probe``.
+        """Raise SettingsError, for the option that names the directory, if no file can be written to the directory.
 
-        Raises SettingsError, for the option that names the directory, if no file can be written.
+        To find out, the method writes and deletes a file named ``probe``, and a missing directory with it.
         """
+        existed = self.files.exists(self.path)
         try:
             self.files.create(self.at(probe), True).close()  # noqa: FBT003  # Java has no keywords: overwrite
             self.files.delete(self.at(probe), False)  # noqa: FBT003  # not recursive
@@ -216,6 +217,9 @@ class HadoopDirectory:
             remedy = "name a directory that this user can write to, or can create"
             text = f"no file can be written to {self.path}: {reason_of(error)}; {remedy}"
             raise SettingsError([Problem(option, text)]) from error
+        if not existed:
+            with suppress(Py4JJavaError):  # another job has written to the directory in the meantime
+                self.files.delete(self.path, False)  # noqa: FBT003
 
     def read(self, path: Any) -> str:  # noqa: ANN401
         """Return the text of a file."""
