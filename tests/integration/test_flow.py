@@ -229,34 +229,6 @@ def test_a_flow_too_slow_for_the_session_stops_the_worker_and_the_next_one_goes_
     assert (report.passed, report.not_provable) == (True, {}), report.to_json()
 
 
-UNHURRIED = """
-import time
-from dedup import Flow
-flow = Flow()
-
-@flow.on_unique
-def unhurried(record):
-    time.sleep(0.012)
-    yield record
-"""
-
-
-def test_commits_go_on_while_each_batch_blocks_the_worker_for_seconds(make_job: MakeJob) -> None:
-    """Was: requests timed out although their responses had arrived, and the same batches were judged again."""
-    job = make_job(
-        files={"flows_unhurried.py": UNHURRIED},
-        document={"then": "flows_unhurried:flow"},
-        config={"session_timeout": "10s", "commit_interval": "100ms"},
-        partitions=4,
-    )
-    events = [Event(own % 4, b'{"id": %d}' % own, BASE_MS + own, b"%d" % own) for own in range(800)]
-    job.send(events)
-    worker = job.finish()
-    assert "retried until a commit succeeds" not in worker.log
-    assert "The task is discarded" not in worker.log
-    assert sorted(each.value() for each in job.read(job.output)) == sorted(event.value for event in events)
-
-
 EVERY_VERDICT = """
 import json
 from dedup import Flow
