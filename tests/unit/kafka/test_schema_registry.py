@@ -161,6 +161,11 @@ def test_an_answer_that_does_not_end(registry, monkeypatch):
         client(registry).schema(SEVEN)
 
 
+def sleep_by(sleep, monkeypatch):
+    """The module under test sleeps by this function; other threads, such as those that Spark has left, do not."""
+    monkeypatch.setattr(schema_registry, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
+
 def test_a_schema_that_was_found_is_not_asked_for_again(registry):
     asked = client(registry)
     assert asked.schema(SEVEN) is None
@@ -176,14 +181,14 @@ def test_with_patience_it_is_asked_until_it_answers(registry, monkeypatch):
         if len(registry.asked) == 3:
             registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
 
-    monkeypatch.setattr(schema_registry.time, "sleep", later)
+    sleep_by(later, monkeypatch)
     assert client(registry).schema(SEVEN, patience_s=60) == TEXT
     assert len(registry.asked) == 4
 
 
 def test_a_process_waits_for_unknown_schemas_no_longer_than_it_is_told(registry, monkeypatch):
     slept = []
-    monkeypatch.setattr(schema_registry.time, "sleep", slept.append)
+    sleep_by(slept.append, monkeypatch)
     monkeypatch.setattr(schema_registry, "_PAUSE_S", 1.0)
     monkeypatch.setattr(schema_registry, "_LONGEST_PAUSE_S", 4.0)
     asked = client(registry)
