@@ -53,12 +53,12 @@ def agent_fails_before(number: int) -> None:
     process = Task.process
     seen = 0
 
-    async def failing(self: Task, batch: Any) -> None:
+    async def failing(self: Task, batch: Any) -> float:
         nonlocal seen
         seen += 1
         if seen == number:
             raise AgentFailedOnPurpose(f"batch {number}")
-        await process(self, batch)
+        return await process(self, batch)
 
     Task.process = failing  # type: ignore[method-assign]
 
@@ -84,12 +84,13 @@ def agent_fails_after(number: int) -> None:
     process = Task.process
     seen = 0
 
-    async def failing(self: Task, batch: Any) -> None:
+    async def failing(self: Task, batch: Any) -> float:
         nonlocal seen
         seen += 1
-        await process(self, batch)
+        blocked_s = await process(self, batch)
         if seen == number:
             raise AgentFailedOnPurpose(f"batch {number}")
+        return blocked_s
 
     Task.process = failing  # type: ignore[method-assign]
 
@@ -106,12 +107,13 @@ def agent_sends(number: int) -> None:
     process = TaskManager.process
     seen = 0
 
-    async def sending(self: TaskManager, batch: Any) -> None:
+    async def sending(self: TaskManager, batch: Any) -> float:
         nonlocal seen
         seen += 1
-        await process(self, batch)
+        blocked_s = await process(self, batch)
         if seen == number:
             await started[0].topic(os.environ["DEDUP_TEST_ESCAPE"]).send(key=b"k", value=b"escaped")
+        return blocked_s
 
     DedupApp.on_start = remember  # type: ignore[method-assign, assignment]
     TaskManager.process = sending  # type: ignore[method-assign]
@@ -157,13 +159,14 @@ def die_judging_in_commit(number: int) -> None:
     process = Task.process
     seen = 0
 
-    async def deadly(self: Task, batch: Any) -> None:
+    async def deadly(self: Task, batch: Any) -> float:
         nonlocal seen
         in_flight = self.committing
-        await process(self, batch)
+        blocked_s = await process(self, batch)
         seen += in_flight
         if in_flight and seen == number:
             os.kill(os.getpid(), signal.SIGKILL)
+        return blocked_s
 
     Task.process = deadly  # type: ignore[method-assign]
 
@@ -262,12 +265,13 @@ def membership_dies(number: int) -> None:
         begin(self, *args, **options)
         started.append(self)
 
-    async def dying(self: Task, batch: Any) -> None:
+    async def dying(self: Task, batch: Any) -> float:
         nonlocal seen
         seen += 1
-        await process(self, batch)
+        blocked_s = await process(self, batch)
         if seen == number:
             started[0]._coordination_task.cancel()
+        return blocked_s
 
     GroupCoordinator.__init__ = remember
     Task.process = dying  # type: ignore[method-assign]
@@ -342,10 +346,10 @@ def clock_jumps(by_s: int) -> None:
     process = Task.process
     seen = 0
 
-    async def jumping(self: Task, batch: Any) -> None:
+    async def jumping(self: Task, batch: Any) -> float:
         nonlocal seen
         seen += 1
-        await process(self, batch)
+        return await process(self, batch)
 
     time.time = lambda: right() + by_s * (0, 1, 0, -1)[seen % 4]
     Task.process = jumping  # type: ignore[method-assign]
@@ -357,10 +361,11 @@ def clock_behind_until(mark: int) -> None:
     process = Task.process
     seen = 0
 
-    async def judging(self: Task, batch: Any) -> None:
+    async def judging(self: Task, batch: Any) -> float:
         nonlocal seen
-        await process(self, batch)
+        blocked_s = await process(self, batch)
         seen += 1
+        return blocked_s
 
     time.time = lambda: right() - (7_200 if seen < mark else 0)
     Task.process = judging  # type: ignore[method-assign]
