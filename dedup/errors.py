@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
+
+FULL_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The error numbers of a write for which a disk, a quota, or a file has no room."""
 
 
 class Terminated(SystemExit):
@@ -158,6 +162,12 @@ class RecordRefused(DedupError):
 
     def __post_init__(self) -> None:
         super().__init__(self.text)
+
+    def named(self, unsaid: str) -> Mapping[int, str]:
+        """Map each record that the broker refuses to the reason, which is ``unsaid`` if a batch of one record was
+        refused without a message. Empty if the broker does not say which records of a batch it refuses.
+        """
+        return self.reasons or (dict.fromkeys(self.rows, unsaid) if len(self.rows) == 1 else {})
 
 
 class ClockBehind(DedupError):

@@ -14,6 +14,12 @@ from rich.console import Console
 from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept_after_errors, pairs_of, refuse_no_page
 
 _REGISTRY_PORT: Final = 8081
+_RegistryPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0 means any free port. Default: 8081."
+    ),
+]
 
 
 def broker(
@@ -27,10 +33,7 @@ def broker(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a broker property. Repeatable.")
     ] = None,
     registry: Annotated[bool, typer.Option("--registry", help="Also run a schema registry.")] = False,
-    registry_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Port of the schema registry; 0: any. Default: 8081."),
-    ] = None,
+    registry_port: _RegistryPort = None,
 ) -> None:
     """Run an embedded Kafka broker until you press Ctrl-C.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 import os
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from dedup.errors import AuthorMistake, DedupError, PackageMissing, Terminated
+from dedup.errors import FULL_DISK, AuthorMistake, DedupError, PackageMissing, Terminated
 from dedup.kafka.outage_lines import quiet_logging
 
 _GC_THRESHOLD: Final = 100_000
@@ -77,9 +76,8 @@ _EXIT_CODES: Final = (
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
 """The packages that the Dockerfile does not install."""
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
 _ID: Final = "ID"
+"""The metavar of tracking IDs."""
 
 _WRITERS: Final = frozenset({"click", "rich", "typer"})
 """The packages that write all output of the commands."""
@@ -190,7 +188,7 @@ def main() -> None:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL_DISK:
             raise
         where = error.filename or ("standard output" if _of_output(error) else "a file of this command")
         typer.echo(f"{where}: cannot be written: {error.strerror}. Free space, and run the command again.", err=True)

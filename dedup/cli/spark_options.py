@@ -8,7 +8,6 @@ import typer
 
 PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
-
 MasterOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Spark master. Default: the master set by spark-submit, or this machine."),

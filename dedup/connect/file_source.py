@@ -125,8 +125,8 @@ class Files:
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._listed: Mapping[int, Sequence[Path]] = {}
         """Maps the inode of each file in the directory to the file's path and to the links to the file."""
-        self._unread: set[int] = set()
-        """The inodes of the rotated files about which `_warn_if_unread` has warned."""
+        self._passed_over: dict[int, str | None] = {}
+        """Maps the inode of each file that `_warn_if_unread` has seen to the file's name, or to None if it warned."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again.
@@ -217,7 +217,7 @@ class Files:
         """Open new files, and mark open files whose names no longer match the pattern."""
         listed = self._list()
         self._listed = _by_inode(listed)
-        self._unread.intersection_update(self._listed)
+        self._passed_over = {inode: name for inode, name in self._passed_over.items() if inode in self._listed}
         named: dict[int, int] = {}
         for path, status in listed.items():
             inode = status.st_ino
@@ -251,10 +251,12 @@ class Files:
     def _warn_if_unread(self, path: Path, status: os.stat_result) -> None:
         """Log a warning, once for each file, if a file that does not match has the name of a rotated file."""
         name = path.name
-        rotated = any(_ROTATION.fullmatch(name, at) and self._matches(name[:at]) for at in range(1, len(name)))
-        if not rotated or not status.st_size or status.st_ino in self._unread:
+        if not status.st_size or self._passed_over.get(status.st_ino, "") in {name, None}:
             return
-        self._unread.add(status.st_ino)
+        self._passed_over[status.st_ino] = name
+        if not any(_ROTATION.fullmatch(name, at) and self._matches(name[:at]) for at in range(1, len(name))):
+            return
+        self._passed_over[status.st_ino] = None
         text = (
             "%s was never read: it has the name of a rotated file, which `pattern` does not match. Let `pattern` match "
             'the names of rotated files, too, such as "%s*"; a file that was read and then renamed is not sent again.'

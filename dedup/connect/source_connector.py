@@ -291,7 +291,7 @@ class _Run:
                     f"transaction was not committed. Correct the clock of this machine or of the broker, or the limits "
                     f"message.timestamp.*.max.ms of topic {each.topic!r}; then start again."
                 ) from refused
-            named |= each.reasons or (dict.fromkeys(each.rows, str(each)) if len(each.rows) == 1 else {})
+            named |= each.named(str(each))
         if OWN_ROW in named or (self.single and not named):
             raise refused
         # A broker names no records if a batch is too large (KIP-467).

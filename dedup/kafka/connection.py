@@ -1,6 +1,6 @@
 """Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
-The module also contains how long a client waits for a response (`answered_within`).
+The module also decides how long a client waits for a response (`answered_within`).
 
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
 `diagnose` connects to each broker separately to find the real cause.
@@ -160,8 +160,8 @@ def _say_throttled(broker: str, quota: str, throttled_ms: int) -> None:
         return
     _said_s[quota] = now_s
     log.warning(
-        "broker %s throttles this client by %d ms, because it exceeds its quota %s. Everything that this client sends "
-        "over the connection waits for so long. Raise the quota with kafka-configs, or expect lag.",
+        "broker %s throttles this client by %d ms, because it exceeds its quota %s. For that time, the broker reads "
+        "nothing from this connection. Raise the quota with kafka-configs, or expect lag.",
         broker,
         throttled_ms,
         quota,

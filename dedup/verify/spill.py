@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sqlite3
 import tempfile
 from array import array
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 import numpy as np
 
-from dedup.errors import DedupError
+from dedup.errors import FULL_DISK, DedupError
 from dedup.verify.compare import Column
 
 BUCKET_ROWS: Final = 60_000
@@ -24,7 +23,6 @@ BUCKET_ROWS: Final = 60_000
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FULL_DATABASE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
 _Chunk = tuple[Column, Sequence[list[Any]]]
 
@@ -43,7 +41,7 @@ def scratch_directory(prefix: str, parent: Path | None) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix=prefix, dir=where) as directory:
             yield directory
     except OSError as error:
-        if error.errno not in _FULL or not Path(error.filename or "/").is_relative_to(where):
+        if error.errno not in FULL_DISK or not Path(error.filename or "/").is_relative_to(where):
             raise
         raise DedupError(_no_room(where, error.strerror)) from error
     except sqlite3.OperationalError as error:

@@ -423,8 +423,8 @@ def _why_refused(refused: RecordRefused) -> dict[int, str]:
     named: dict[int, str] = {}
     for each in (refused, *refused.also):
         unsaid = "larger than its max.message.bytes" if each.too_large else ""
-        whys = each.reasons or (dict.fromkeys(each.rows, unsaid) if len(each.rows) == 1 else {})
-        named |= {row: "its target topic refuses it" + (f" ({why})" if why else "") for row, why in whys.items()}
+        for row, why in each.named(unsaid).items():
+            named[row] = "its target topic refuses it" + (f" ({why})" if why else "")
     return named
 
 

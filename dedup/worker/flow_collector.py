@@ -20,6 +20,11 @@ from dedup.worker.record_collector import FLOW, PART, SOURCE, VERDICT, Misfits, 
 
 FLOW_SHARE: Final = 0.75
 """The share of `session_timeout` that the flow may take for one batch, during which the worker sends no heartbeat."""
+NO_HEARTBEAT: Final = (
+    "the worker sends no heartbeat, so the group would expel the worker, and the batch would be judged again. Nothing "
+    "of the batch was committed. Make the function faster, or raise `session_timeout` in the config file."
+)
+"""Ends the error about code of the user that is too slow."""
 _Sent = tuple[int, str, bool, Line]
 """A record to send: its source row, its topic, True if it goes to the output with its source's key, and its line."""
 
@@ -145,9 +150,7 @@ class FlowCollector(RecordCollector):
         name = getattr(self.flow.function, "__qualname__", "the function")
         text = (
             f"{place}: the flow's function {name} took {took_s:.1f} s for {calls} records of one batch, more than "
-            f"{FLOW_SHARE:.0%} of `session_timeout`. While the flow runs, the worker sends no heartbeat, so the group "
-            f"would expel the worker, and the batch would be judged again. Nothing of the batch was committed. "
-            f"Make the function faster, or raise `session_timeout` in the config file."
+            f"{FLOW_SHARE:.0%} of `session_timeout`. While the flow runs, {NO_HEARTBEAT}"
         )
         return TopologyError([Problem("then", text)])
 

@@ -31,7 +31,7 @@ from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.flow_collector import FLOW_SHARE, FlowCollector
+from dedup.worker.flow_collector import FLOW_SHARE, NO_HEARTBEAT, FlowCollector
 from dedup.worker.layout import refuse_other_layout
 from dedup.worker.offsets import Start
 from dedup.worker.record_collector import Limits, RecordCollector
@@ -91,8 +91,7 @@ def _too_slow(names: str, took_s: float, records: int) -> str:
     return (
         f"the function {names} took {took_s:.1f} s for the {records} records of one batch, more than "
         f"{FLOW_SHARE:.0%} of `session_timeout`, and so did the partition's previous batch. While the function runs, "
-        f"the worker sends no heartbeat, so the group would expel the worker, and the batch would be judged again. "
-        f"Nothing of the batch was committed. Make the function faster, or raise `session_timeout` in the config file."
+        f"{NO_HEARTBEAT}"
     )
 
 

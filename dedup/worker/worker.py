@@ -344,6 +344,8 @@ class Maintenance:
 
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds `state.max_bytes_per_partition`."""
+        if self.topology.state.max_bytes_per_partition is None:
+            return
         for feeding, task in self.app.tasks.running.items():
             store = task.work.store if task.state is TaskState.RUNNING else None
             if store is not None:
