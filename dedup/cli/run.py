@@ -17,6 +17,7 @@ from rich.text import Text
 
 import dedup
 from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, packed, read_both
+from dedup.kafka.outage_lines import logging_paused
 from dedup.quantities import counted
 
 if TYPE_CHECKING:
@@ -124,14 +125,16 @@ class VerdictProgress:
 
     def __exit__(self, *_: object) -> None:
         if self._enabled:
-            self._live.stop()
+            with logging_paused():
+                self._live.stop()
 
     def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
         """Show the current activity, the records per second, and the number of records with each verdict."""
         if self._enabled:
             doing = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s "
             line = packed(doing, self._split(), self._console.width)
-            self._live.update(Group(*above, Text(line)), refresh=True)
+            with logging_paused():
+                self._live.update(Group(*above, Text(line)), refresh=True)
 
     def _split(self) -> list[str]:
         return [f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count]

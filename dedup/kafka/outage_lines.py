@@ -11,7 +11,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Generic, TextIO, TypeVar
 
@@ -212,3 +213,17 @@ def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+@contextmanager
+def logging_paused() -> Iterator[None]:
+    """Inside the ``with`` block, other threads wait before they write a log line.
+
+    Rich decides where a text belongs on the screen before it writes the text. If another thread writes meanwhile, two
+    texts share a line.
+    """
+    with ExitStack() as held:
+        for handler in logging.getLogger().handlers:
+            handler.acquire()
+            held.callback(handler.release)
+        yield

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,26 @@ def test_a_log_line_is_above_the_progress_line_and_is_not_wrapped(monkeypatch, c
         progress.show("2 tasks", 6.0)
     assert screen(written).partition(" ")[2] == f"WARNING {long}\n2 tasks  3 judged  5/s  unique 3\n"
     assert screen(written + capsys.readouterr().err).partition(" ")[2] == f"WARNING {long}\n"
+
+
+def test_no_thread_writes_a_log_line_while_the_progress_line_is_written(monkeypatch):
+    """Was: the first line of the log was sometimes on the line with the progress."""
+    (handler,) = handlers = [logging.StreamHandler()]
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    free = []
+
+    def asked(*_: object, **__: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            free.append(other.submit(handler.lock.acquire, blocking=False).result())
+
+    with VerdictProgress(enabled=True) as progress:
+        for name in ("update", "stop"):
+            monkeypatch.setattr(progress._live, name, asked)
+        progress.show("2 tasks", 5.0)
+    assert free == [False, False]
+    monkeypatch.undo()
+    progress._live.stop()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's malloc")
