@@ -121,6 +121,8 @@ class Outcome:
     """Rows whose new sighting, which has the row's event time, is the only sighting of its ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
     """Maps a segment and an ID to all sightings of the ID in the segment, unless `singles` contains the only one."""
+    later: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
+    """Maps entries of `rewritten` to the known sightings of the ID in later segments, if there are any."""
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
     """The event time that was used to judge each row."""
@@ -418,6 +420,9 @@ class _Judging:
         segment_of = self._window.segment_of
         here = tuple(seen for seen in sightings if segment_of(seen.last_ms) == segment)
         self._outcome.rewritten[segment, key] = here
+        later = tuple(seen for seen in sightings if segment_of(seen.last_ms) > segment)
+        if later:
+            self._outcome.later[segment, key] = later
 
     def _sighting(self, row: int) -> Sighting:
         return sighting_of(self._rows, self._outcome.judged_times_ms, row)

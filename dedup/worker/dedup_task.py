@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 from uuid import UUID
 
@@ -90,6 +90,10 @@ records that the target topic does not accept.
 """
 _IN_COLUMNS_FROM: Final = 32
 """The smallest number of sightings for which `equal_records`, which sets up a table of bytes, is faster than `fill`."""
+_MOST_LATER: Final = 1_000
+"""The maximum number of sightings in later segments that a changelog record repeats, so that it stays small enough. An
+ID has more of them only if it recurs a thousand times within the retention.
+"""
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """The smallest difference between clocks, in ms, that can cause records to be judged again."""
 
@@ -521,6 +525,11 @@ class DedupTask(TaskWork):
         if not writes:
             return []
         self._opened()[1].add(writes)
+        # With wider segments, before guard_period or grace was shortened, a changelog record with the same key may
+        # contain the sightings in later segments, too. The new record replaces that one, so it repeats them.
+        for (segment, key), later in outcome.later.items():
+            nearest = sorted(later, key=attrgetter("last_ms"))[:_MOST_LATER]
+            writes[segment][key] = encode_sighting((*outcome.rewritten[segment, key], *nearest))
         most = self.collector.limits.most_bytes(plan.changelog.topic)
         return sighting_batches(plan.changelog, writes, now_ms=now_ms, compression=plan.compression, most_bytes=most)
 

@@ -126,8 +126,7 @@ async def restore(
     Raises StateIncompatible if the store does not match the changelog or if the changelog contains an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # A store without a task record may contain part of a seed, so the seed mark must be read again.
-    position = bounds.start if store.task_record is None else max(store.position, bounds.start)
+    position = max(store.position, bounds.start)
     begin, records = position, 0
     newest: TaskRecord | None = None
     mark: SeedMark | None = None
@@ -143,7 +142,7 @@ async def restore(
             if found.task_record is not None:
                 accept(found.task_record)
                 newest = found.task_record
-            apply_changelog(store, window, found, max(fetched.next_offset, store.position))
+            apply_changelog(store, window, found, fetched.next_offset)
             mark = found.seed_mark or mark
             crashpoints.reached("in_restore")
             records += len(fetched.keys)
@@ -207,9 +206,11 @@ async def fitted(
 ) -> LogBounds:
     """Make sure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the window requires segments of a different width, the store is cleared, and all state is read from the changelog
-    again. Raises StateIncompatible and changes nothing if the store does not match the changelog or if the changelog
-    lacks records that must be read. Exceptions raised by ``accept`` propagate.
+    If the window requires segments of a different width, or if the store has no task record, which would say how wide
+    its segments are, the store is cleared, and all state is read from the changelog again. (A store without a task
+    record may also contain part of a seed, whose mark must then be read again.) Raises StateIncompatible and changes
+    nothing if the store does not match the changelog or if the changelog lacks records that must be read. Exceptions
+    raised by ``accept`` propagate.
     """
     record = store.task_record
     if record is not None:
@@ -221,11 +222,13 @@ async def fitted(
             f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
             f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
         )
-    other_grid = changed(record, window)
-    if other_grid or store.position < bounds.start:
+    begun = record is None and store.position > 0
+    if begun or changed(record, window) or store.position < bounds.start:
         await _refuse_truncated(wire, changelog, bounds, record)
-    if record is not None and other_grid:
+    if record is not None and changed(record, window):
         log.info("%s", why_restored(changelog, record, window))
+        store.clear()
+    elif begun:
         store.clear()
     return bounds
 

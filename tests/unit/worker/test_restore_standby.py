@@ -12,10 +12,18 @@ from aiokafka.errors import CorruptRecordException
 
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
-from dedup.kafka.wire import LogBounds
+from dedup.kafka.wire import FetchedRecord, LogBounds
 from dedup.store.base import MemoryStore
+from dedup.store.changelog import (
+    TASK_RECORD_KEY,
+    TaskRecord,
+    collect,
+    encode_single_column,
+    encode_task_record,
+    sighting_key,
+)
 from dedup.store.directory import Keeping
-from dedup.worker.restore import Standbys
+from dedup.worker.restore import Standbys, apply_changelog
 from tests.simulation.cluster import fetched
 
 
@@ -73,3 +81,40 @@ async def test_a_standby_that_fails_says_so_and_has_no_lag(caplog, error):
         await asyncio.sleep(0)
     assert wire.asked > 3, "the next assignment follows the changelog again"
     standbys.assign(())
+
+
+@pytest.mark.parametrize(("before", "now"), [(Window(24, 24), Window(12, 12)), (Window(12, 12), Window(24, 24))])
+async def test_a_standby_that_has_read_no_task_record_begins_anew_with_another_guard_period(before, now):
+    """Was: it continued among segments of the old width, so its store lost sightings when it was promoted.
+
+    Compaction keeps only the last task record, so a standby may stop before it has read one.
+    """
+    (value,) = encode_single_column([20], 0, 0, [1])
+    task_record = TaskRecord(b"f" * 16, 25, (), 9, before.segment_ms, 0)
+    lines = [(sighting_key(before.segment_of(20), b"x"), value), (TASK_RECORD_KEY, encode_task_record(task_record))]
+
+    class Changelog:
+        def __init__(self):
+            self.all_read = asyncio.Event()
+
+        async def bounds(self, _):
+            return LogBounds(0, len(lines))
+
+        async def pause(self, _delay_ms):
+            self.all_read.set()
+            await asyncio.sleep(0)
+
+        async def fetch(self, _source, offset, *, max_bytes, wait_ms):
+            records = [FetchedRecord(at, 0, *lines[at]) for at in range(offset, min(offset + 1, len(lines)))]
+            return fetched(records, offset + len(records), len(lines), len(lines))
+
+    begun = MemoryStore()
+    apply_changelog(begun, before, collect(*zip(*lines[:1], strict=True)), 1)
+    for store in (begun, MemoryStore()):
+        wire: Any = Changelog()
+        keeping = Keeping(lambda store=store: store)
+        standbys = Standbys(wire, "t.changelog", now, b"f" * 16, lambda _, keeping=keeping: keeping)
+        standbys.assign([0])
+        await wire.all_read.wait()
+        assert list(store.sightings()) == [(now.segment_of(20), b"x", value)]
+        standbys.assign(())

@@ -1,11 +1,23 @@
-"""What is said of a guard period or grace that is not what the state was written under."""
+"""A guard period or grace that is not what the state was written under: what is said, and that no sighting is lost."""
 
 import pytest
+from aiokafka.record.memory_records import MemoryRecords
 
+from dedup.core.fold import Rules
 from dedup.core.window import BEFORE_ALL_TIME, Window
+from dedup.kafka.record_batch import ProducerIdentity
 from dedup.kafka.wire import TopicPartition
-from dedup.store.changelog import TaskRecord
-from dedup.worker.restore import changed, what_it_means, why_restored
+from dedup.metrics import TaskNumbers
+from dedup.store.base import MemoryStore
+from dedup.store.changelog import TASK_RECORD_KEY, FeedTime, TaskRecord, collect, decode_sightings, encode_task_record
+from dedup.store.directory import Keeping
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
+from dedup.worker.restore import apply_changelog, changed, what_it_means, why_restored
+from tests.simulation.cluster import Cluster, Record
+from tests.simulation.direct import DirectWire, batch, plan_of
+from tests.simulation.scenario import CHANGELOG as PARTITION
+from tests.simulation.scenario import EXTRACTOR, StoppedClock
 
 CHANGELOG = TopicPartition("t.changelog", 3)
 HOUR_MS = 3_600_000
@@ -53,3 +65,48 @@ def test_why_state_is_restored(before):
     assert f"guard_period + grace = {before.retention_ms // HOUR_MS}h, but the topology now has 4h." in why_restored(
         CHANGELOG, record(before), window(2, 2)
     )
+
+
+WIDE, NARROW = Window(20, 180), Window(20, 80)
+ROUTES = Routes(("in",), Route("out", 1), Route("dead", 1), Route("late", 1), compression="none")
+
+
+async def judged_under(window: Window, cluster: Cluster, time_ms: int, offset: int) -> list[tuple[str, bytes, bytes]]:
+    """Restore from the changelog, judge a record of the ID `x`, and add what is written to the changelog.
+
+    Returns the topic, key, and value of each record that was sent.
+    """
+    wire = DirectWire(cluster)
+    collector = RecordCollector(ROUTES, 0, Limits({}, StoppedClock().now_ms, wire))
+    plan = plan_of(EXTRACTOR, Rules(window))
+    task = DedupTask(plan, wire, Keeping(MemoryStore), collector, StoppedClock(), TaskNumbers())
+    await task.restore(None, own=False)
+    sent = []
+    for made in task.judge(batch([(b"x", time_ms)], offset), Refusals()):
+        whole = MemoryRecords(made.sealed(ProducerIdentity(1, 1), 0)).next_batch()
+        sent += [(made.target.topic, record.key, record.value) for record in whole]
+    record = TaskRecord(b"f" * 16, 85, (FeedTime(0, 0, 85, idle=False),), offset + 1, window.segment_ms, 0)
+    lines = [(key, value) for topic, key, value in sent if topic == PARTITION.topic]
+    lines.append((TASK_RECORD_KEY, encode_task_record(record)))
+    cluster.append_plain(PARTITION, [Record(0, 0, key, value, ()) for key, value in lines])
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("windows", "times_ms"),
+    [([WIDE, NARROW], [84, 25]), ([NARROW, WIDE, NARROW], [84, 50, 25])],
+    ids=["shorter", "longer, then back on an old worker"],
+)
+async def test_a_record_written_under_another_width_replaces_no_sighting_in_the_changelog(windows, times_ms):
+    """Was: after compaction, no record contained one of the ID's sightings, and its event was forwarded again."""
+    cluster = Cluster()
+    for offset, (window, time_ms) in enumerate(zip(windows, times_ms, strict=True)):
+        sent = await judged_under(window, cluster, time_ms, offset)
+        assert sent[0][0] == "out", "it is unique, because the next sighting is a guard period away"
+    partition = cluster.partition(PARTITION)
+    rows = partition.committed(0, partition.stable_end)
+    compacted = {row.key: row.value for row in rows}
+    store = MemoryStore()
+    apply_changelog(store, windows[-1], collect(list(compacted), list(compacted.values())), partition.stable_end)
+    found = {seen.last_ms for _, _, value in store.sightings() for seen in decode_sightings(value)}
+    assert found == set(times_ms)
