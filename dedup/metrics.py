@@ -88,9 +88,18 @@ METRICS: Final[tuple[Metric, ...]] = (
         "gauge",
         "Offsets of the feeding partition from the committed offset to the end, or 0 if these offsets hold no records.",
     ),
-    Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag, or 0 without lag."),
+    Metric(
+        "dedup_lag_seconds",
+        "gauge",
+        "Age of the last committed record while there is lag, or 0 without lag; absent if there is lag and the task "
+        "has not committed yet.",
+    ),
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
-    Metric("dedup_seconds_since_commit", "gauge", "Seconds since the last commit."),
+    Metric(
+        "dedup_seconds_since_commit",
+        "gauge",
+        "Seconds since the last commit or, before the first commit, since the task began to run.",
+    ),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
     Metric(
         "dedup_group_transactions_total",
@@ -172,6 +181,7 @@ class TaskNumbers(Judged):
     commits: Durations = field(default_factory=lambda: Durations(COMMIT_BUCKETS_S))
     end_to_end: Durations = field(default_factory=lambda: Durations(END_TO_END_BUCKETS_S))
     last_commit_s: float = field(default_factory=time.monotonic)
+    """The monotonic time of the last commit or, before the first commit, the time at which the task began to run."""
     stream_time_ms: int | None = None
     """Stream time, or None before the first judged record and for a repartition task."""
     restore_remaining: int = 0
@@ -202,6 +212,12 @@ class TaskNumbers(Judged):
         """
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
+
+    def continue_from(self, before: TaskNumbers) -> None:
+        """Keep what a task that is built again knows from the task that it replaces, whose commit failed."""
+        self.last_commit_s = before.last_commit_s
+        self.committed_offset = before.committed_offset
+        self.committed_time_ms = before.committed_time_ms
 
     def add_counters(self, other: TaskNumbers) -> None:
         """Add another task's counters and histograms, but not its gauges."""
@@ -234,15 +250,17 @@ class TaskSeen:
     """The topology's limit for the state in bytes, or None if the topology sets no limit."""
 
     @property
-    def lag_seconds(self) -> float:
-        """The age of the last committed record in seconds, or 0 if there is no lag or no commit yet."""
-        if not self.lag_records or self.numbers.committed_time_ms is None:
-            return 0.0
+    def lag_seconds(self) -> float | None:
+        """The age of the last committed record in seconds, 0 if there is no lag, or None if either is unknown."""
+        if not self.lag_records:
+            return None if self.lag_records is None else 0.0
+        if self.numbers.committed_time_ms is None:
+            return None
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
 
     @property
     def seconds_since_commit(self) -> float:
-        """Seconds since the last commit or, before the first commit, since the task was created."""
+        """Seconds since the last commit or, before the first commit, since the task began to run."""
         return time.monotonic() - self.numbers.last_commit_s
 
 

@@ -232,10 +232,11 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
     for task in tasks:
         place = f"{task.topic}/{task.partition}"
         about = f"task:{place}"
-        if task.lag_records and task.state == "running" and task.seconds_since_commit > STUCK_S:
+        # While commits fail, the task is built again and again, so it is rarely running.
+        if task.lag_records and task.seconds_since_commit > STUCK_S:
             text = f"{place} is stuck: {task.lag_records:,} records wait, and nothing was committed for"
             yield Notice("error", f"{text} {task.seconds_since_commit:,.0f} s. Look at this worker's log.", about)
-        elif task.lag_seconds > BEHIND_S:
+        elif task.lag_seconds is not None and task.lag_seconds > BEHIND_S:
             text = f"{place} is {task.lag_seconds:,.0f} s behind ({task.lag_records:,} records)."
             yield Notice("warning", text, about)
         if task.state_max_bytes is not None and task.state_bytes > NEARLY_FULL * task.state_max_bytes:
@@ -352,7 +353,7 @@ def _rows(seen: WorkerSeen, peers: Sequence[Peer]) -> Iterator[dict[str, Any]]:
             restore_remaining=numbers.restore_remaining if restoring else None,
             restore_total=numbers.restore_total if restoring else None,
             lag_records=task.lag_records,
-            lag_seconds=round(task.lag_seconds, 1),
+            lag_seconds=None if task.lag_seconds is None else round(task.lag_seconds, 1),
             # A task's store is open only while the task runs.
             state_ids=task.state_ids if running else None,
             state_bytes=task.state_bytes if running else None,

@@ -460,7 +460,7 @@ def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
         "filtered": counted.filtered,
         "committed_offset": numbers.committed_offset,
         "lag_records": task.lag_records,
-        "lag_seconds": round(task.lag_seconds, 3),
+        "lag_seconds": None if task.lag_seconds is None else round(task.lag_seconds, 3),
         "restore_remaining": numbers.restore_remaining,
         "restore_total": numbers.restore_total,
         "stream_time_ms": numbers.stream_time_ms,

@@ -361,6 +361,8 @@ class Task:
         if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
+        if self.numbers.committed_offset is None:
+            self.numbers.last_commit_s = time.monotonic()  # a restore is no time in which the task could have committed
         self.numbers.committed_offset = self.next_offset
 
     def _soil(self) -> None:

@@ -271,6 +271,8 @@ class TaskManager:
             raise error
         self._keep_counters(group)
         self._build(members)
+        for feeding, task in self._groups[members].tasks.items():
+            task.numbers.continue_from(group.tasks[feeding].numbers)
 
     async def _pause(self, most_s: float) -> None:
         """Wait until another group's commits succeed again after an outage, or for ``most_s`` seconds."""

@@ -162,7 +162,12 @@ def test_lag_in_seconds_is_zero_without_lag():
     numbers = TaskNumbers(committed_time_ms=0)
     assert seen(numbers, lag=0).tasks[0].lag_seconds == 0
     assert seen(numbers, lag=1).tasks[0].lag_seconds > 1e9
-    assert seen(TaskNumbers(), lag=1).tasks[0].lag_seconds == 0
+
+
+def test_lag_in_seconds_is_left_out_while_it_is_unknown():
+    """Was: 0, as if there were no lag, from a restart until the first commit."""
+    assert exported(seen(TaskNumbers(), lag=1))["dedup_lag_seconds"] == []
+    assert exported(seen(TaskNumbers(), lag=None))["dedup_lag_seconds"] == []
 
 
 @pytest.mark.parametrize(

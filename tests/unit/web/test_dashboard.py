@@ -61,7 +61,7 @@ class TestSnapshot:
         history.sample([pulse(TaskNumbers(), 4)], 2_000)
         case = Noted("late", "orders/0/1", "x", 5, 6, "why")
         peers = (Peer("a", None, (("orders", 0),), here=True), Peer("b", "http://b", (("orders", 1),), here=False))
-        made = json.loads(json.dumps(board(seen(task()), history, [case], peers, now_ms=2_000)))
+        made = json.loads(json.dumps(board(seen(task(lag_records=0)), history, [case], peers, now_ms=2_000)))
         assert shape(made) == {
             "format": "int", "topology": "str", "worker": "str", "now_ms": "int", "ready": "bool",
             "not_ready": "NoneType", "attention": [],
@@ -89,6 +89,12 @@ class TestSnapshot:
             ("standby", 2, "a"),
             ("elsewhere", 1, "b"),
         ]
+
+    def test_an_age_of_the_lag_that_is_not_known_is_no_zero(self):
+        worker = seen(task(lag_records=1))
+        told = board(worker, MetricHistory(), [], (), now_ms=0)["tasks"][0]
+        assert (told["lag_records"], told["lag_seconds"]) == (1, None)
+        assert status_of(worker, ())["tasks"][0]["lag_seconds"] is None
 
     def test_what_is_counted_is_what_the_metrics_count(self):
         here = task(numbers=TaskNumbers(verdicts=Counter(unique=2, late=1), conflicts=1, filtered=1))
@@ -167,6 +173,11 @@ class TestAttention:
         assert [level for level, _ in found] == ["error", "warning"]
         assert "orders/1 is stuck: 4 records wait" in found[0][1]
         assert "behind (4 records)" in found[1][1]
+
+    @pytest.mark.parametrize("state", ["created", "restoring", "running", "closed"])
+    def test_a_task_is_stuck_in_every_state_that_it_passes_through_while_commits_fail(self, state):
+        ((level, text),) = self.texts(task(state=state, numbers=TaskNumbers(last_commit_s=-1e9)))
+        assert (level, text.startswith("orders/0 is stuck: 4 records wait")) == ("error", True)
 
     def test_a_restore_says_what_is_left(self):
         restoring = task(state="restoring", lag_records=None, numbers=TaskNumbers(restore_remaining=1_500))

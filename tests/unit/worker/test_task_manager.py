@@ -20,6 +20,7 @@ from faust.types import TP
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, InvariantBroken, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
+from dedup.kafka.consumer import FeedEnd
 from dedup.kafka.record_batch import TopicPartition
 from dedup.kafka.wire import LogBounds, NoAnswer, Position, ProducerIdentity
 from dedup.metrics import TaskNumbers
@@ -28,7 +29,7 @@ from dedup.worker import task_manager as tasks
 from dedup.worker.faust_app import Consumer, Producer, SightingsStore, TableManager, TransactionManager
 from dedup.worker.introspection import Introspection
 from dedup.worker.offsets import first_offset
-from dedup.worker.task import TaskId, TaskState
+from dedup.worker.task import Committing, Task, TaskId, TaskState
 from dedup.worker.task_manager import TaskManager
 
 FEED = TopicPartition("in", 0)
@@ -317,6 +318,48 @@ async def test_it_is_told_since_when_no_broker_answers(monkeypatch) -> None:
     shop.made[-1].state = TaskState.RESTORING
     assert ready() == "1 of 2 tasks are not running yet"
     await shop.tasks.close_all(drain=False)
+
+
+async def test_while_commits_fail_it_is_still_told_since_when_and_how_old_the_last_record_is(monkeypatch) -> None:
+    """Was: the times began anew with each attempt, so neither an alert nor the dashboard said that commits fail."""
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+
+    def commits_fail(task: FakeTask) -> None:
+        task.fails_in["commit"] = CommitUnknown("NOT_ENOUGH_REPLICAS")
+        task.dirty.set()
+
+    shop = Shop(commits_fail)
+    await shop.assigned(FEED)
+    numbers = shop.made[0].numbers
+    numbers.last_commit_s, numbers.committed_offset, numbers.committed_time_ms = -100.0, 7, 5
+    await reached(lambda: len(shop.made) > 3)
+    numbers = shop.tasks.running[FEED].numbers
+    assert numbers is not shop.made[0].numbers
+    assert (numbers.last_commit_s, numbers.committed_offset, numbers.committed_time_ms) == (-100.0, 7, 5)
+    member = SimpleNamespace(fetcher=SimpleNamespace(end=lambda _: FeedEnd(12, 12, 0.0)))
+    app = SimpleNamespace(tasks=shop.tasks, member=member)
+    (pulse,) = Introspection(app, SimpleNamespace()).pulse()
+    assert pulse.lag_records == 5, "the lag is known while the task is not running"
+    await shop.tasks.close_all(drain=False)
+
+
+@pytest.mark.parametrize(("replaces", "counts_from"), [(False, 20.0), (True, -100.0)])
+async def test_a_long_restore_is_no_time_without_a_commit(monkeypatch, replaces: bool, counts_from: float) -> None:
+    async def nothing(*_: object, **__: object) -> None: ...
+
+    async def restore(_committed: int | None, *, own: bool) -> int:
+        return 7
+
+    monkeypatch.setattr("dedup.worker.task.committed_position", nothing)
+    work: Any = SimpleNamespace(restore=restore)
+    group: Any = SimpleNamespace(opened=1)
+    task = Task(TaskId("dedup", FEED), Committing("t", nothing), group, SimpleNamespace(), lambda _: work)  # type: ignore[arg-type]
+    if replaces:
+        task.numbers.continue_from(TaskNumbers(last_commit_s=-100.0, committed_offset=7))
+    with monkeypatch.context() as patch:
+        patch.setattr("dedup.worker.task.time", SimpleNamespace(monotonic=lambda: 20.0))
+        await task.start()
+    assert (task.numbers.last_commit_s, task.numbers.committed_offset) == (counts_from, 7)
 
 
 async def test_a_worker_that_the_group_does_not_count_in_joins_again_instead_of_fencing_the_new_owner(
