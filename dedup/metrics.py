@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -91,8 +92,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_lag_seconds",
         "gauge",
-        "Age of the last committed record while there is lag, or 0 without lag; absent if there is lag and the task "
-        "has not committed yet.",
+        "Age of the last committed record while there is lag, but at most the time since the task last had no lag; 0 "
+        "without lag; absent if there is lag and the task has neither committed nor been without lag yet.",
     ),
     Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
     Metric(
@@ -193,6 +194,8 @@ class TaskNumbers(Judged):
     """The offset that this task committed last, or None before its first commit."""
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
+    caught_up_s: float | None = None
+    """The monotonic time at which `look` last found no lag, or None. Every waiting record has arrived since then."""
 
     def committed(self, offset: int) -> None:
         """Count a committed transaction, and store the offset that the transaction committed."""
@@ -218,6 +221,12 @@ class TaskNumbers(Judged):
         self.last_commit_s = before.last_commit_s
         self.committed_offset = before.committed_offset
         self.committed_time_ms = before.committed_time_ms
+        self.caught_up_s = before.caught_up_s
+
+    def look(self, lag_records: int | None) -> None:
+        """Note the time if there is no lag. The web server calls `look` every second."""
+        if lag_records == 0:
+            self.caught_up_s = time.monotonic()
 
     def add_counters(self, other: TaskNumbers) -> None:
         """Add another task's counters and histograms, but not its gauges."""
@@ -251,17 +260,27 @@ class TaskSeen:
 
     @property
     def lag_seconds(self) -> float | None:
-        """The age of the last committed record in seconds, 0 if there is no lag, or None if either is unknown."""
+        """The metric `dedup_lag_seconds`, or None if the time for which records have waited is unknown."""
         if not self.lag_records:
             return None if self.lag_records is None else 0.0
-        if self.numbers.committed_time_ms is None:
-            return None
-        return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
+        known_s = [] if self.numbers.caught_up_s is None else [time.monotonic() - self.numbers.caught_up_s]
+        if self.numbers.committed_time_ms is not None:
+            known_s.append(max(0.0, time.time() - self.numbers.committed_time_ms / 1000))
+        return min(known_s, default=None)
 
     @property
     def seconds_since_commit(self) -> float:
         """Seconds since the last commit or, before the first commit, since the task began to run."""
         return time.monotonic() - self.numbers.last_commit_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which records have been waiting and nothing was committed, or 0 without lag."""
+        if not self.lag_records:
+            return 0.0
+        # After a quiet time, the last commit may be hours ago, but a record that has just arrived has not waited.
+        caught_up_s = self.numbers.caught_up_s
+        return time.monotonic() - max(self.numbers.last_commit_s, -math.inf if caught_up_s is None else caught_up_s)
 
 
 _OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong; the header dedup-detail says more."
@@ -366,6 +385,8 @@ class WorkerSeen:
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
     """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
+    commit_interval_s: float = 0.0
+    """The config's `commit_interval`, for which records wait although nothing is wrong."""
     user_code: Mapping[str, str] = field(default_factory=dict)
     """Maps each ID function or flow, as module:attribute, to the digest of its module's source."""
 

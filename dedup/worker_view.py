@@ -11,7 +11,9 @@ from dedup.metrics import TaskNumbers
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 """The kinds of records whose latest examples are kept for inspection."""
 STUCK_S: Final = 30.0
-"""A task is considered stuck if it commits nothing for this many seconds although records are waiting."""
+"""A task is considered stuck if records wait for this many seconds longer than the commit interval, and the task
+commits nothing meanwhile.
+"""
 _MOST_SHOWN_BYTES: Final = 4096
 
 

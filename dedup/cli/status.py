@@ -392,7 +392,8 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
         "tasks": tasks,
     }
     alerts = (f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert"))
-    return {**found, "alerts": [*_wrong(found), *surveyed.get("attention", ()), *alerts]}
+    stuck_s = STUCK_S + max((page.get("commit_interval_s", 0.0) for page in pages), default=0.0)
+    return {**found, "alerts": [*_wrong(found, stuck_s), *surveyed.get("attention", ()), *alerts]}
 
 
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
@@ -428,8 +429,8 @@ def _blocking(seen: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _wrong(seen: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each problem of the fleet, with a remedy."""
+def _wrong(seen: dict[str, Any], stuck_s: float) -> Iterator[str]:
+    """Yield a sentence for each problem of the fleet, with a remedy. Records may wait for ``stuck_s`` seconds."""
     blocking = [*_blocking(seen)]
     yield from blocking
     others = {*seen.get("missing_sources", ()), *seen.get("deleted_topics", ())}
@@ -454,10 +455,10 @@ def _wrong(seen: dict[str, Any]) -> Iterator[str]:
             f"{len(silent)} of {len(seen['members'])} workers do not answer ({', '.join(silent)}), so their tasks' "
             f"states are unknown: {remedy}"
         )
-    # Neither a long commit interval nor an old record is a fault by itself, so both times must exceed the limit.
+    # Neither a quiet time nor an old record is a fault by itself, so both times must exceed the limit.
     waited_s = max((task["seconds_since_commit"] or 0 for task in seen["tasks"] if task["lag"]), default=0)
     waited_s = min(waited_s, (seen["oldest_age_ms"] or 0) / 1000)
-    if waited_s > STUCK_S and not lost and seen["committed_per_s"] == 0:
+    if waited_s > stuck_s and not lost and seen["committed_per_s"] == 0:
         yield (
             f"nothing was committed for {waited_s:.0f} s although records wait: `dedup doctor` finds what keeps the "
             f"workers from it"

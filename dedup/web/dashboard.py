@@ -152,7 +152,7 @@ class Notice:
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
     """Return the current issues of a worker and its tasks, in no particular order."""
-    return [*_worker(seen, samples, peers), *_tasks(seen.tasks)]
+    return [*_worker(seen, samples, peers), *_tasks(seen.tasks, STUCK_S + seen.commit_interval_s)]
 
 
 def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list[Notice]:
@@ -228,14 +228,14 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
         yield Notice("warning", f"{text}: {', '.join(silent)}. Set web.enabled and web.port.", f"worker:{silent[0]}")
 
 
-def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
+def _tasks(tasks: Iterable[TaskSeen], stuck_s: float) -> Iterator[Notice]:
     for task in tasks:
         place = f"{task.topic}/{task.partition}"
         about = f"task:{place}"
         # While commits fail, the task is built again and again, so it is rarely running.
-        if task.lag_records and task.seconds_since_commit > STUCK_S:
+        if (waited_s := task.waited_s) > stuck_s:
             text = f"{place} is stuck: {task.lag_records:,} records wait, and nothing was committed for"
-            yield Notice("error", f"{text} {task.seconds_since_commit:,.0f} s. Look at this worker's log.", about)
+            yield Notice("error", f"{text} {waited_s:,.0f} s. Look at this worker's log.", about)
         elif task.lag_seconds is not None and task.lag_seconds > BEHIND_S:
             text = f"{place} is {task.lag_seconds:,.0f} s behind ({task.lag_records:,} records)."
             yield Notice("warning", text, about)

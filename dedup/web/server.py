@@ -296,6 +296,8 @@ class WebServer:
 
     def _look(self, now_ms: int) -> None:
         pulses = tuple(self._answers.pulse())
+        for pulse in pulses:
+            pulse.numbers.look(pulse.lag_records)
         self._memory.look(pulses, self._answers.peers(), now_ms)
         grown = self._history.sample(pulses, now_ms)
         if grown is not None:
@@ -442,6 +444,7 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
         "corrupted": seen.corrupted,
         "standbys": {str(partition): lag for partition, lag in sorted(seen.standby_lag.items())},
         "alert": None if seen.alert is None else seen.alert.text,
+        "commit_interval_s": seen.commit_interval_s,
         "dead_letters": dict(total.dead_reasons),
         "other_formats": dict(total.formats),
         "workers": [{"worker": peer.worker, "url": peer.url, "here": peer.here} for peer in peers],

@@ -208,6 +208,7 @@ class Introspection:
             schemas_awaited=0 if app.schemas is None else len(app.schemas.awaited),
             alert=app.alert,
             ended=app.tasks.ended,
+            commit_interval_s=app.settings.commit_interval_ms / 1000,
             user_code=self._user_code(),
         )
 

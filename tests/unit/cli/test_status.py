@@ -181,9 +181,11 @@ def test_status_says_that_nothing_is_committed_only_if_records_wait_for_long_and
         return [alert for alert in alerts if alert.startswith("nothing was committed for 40 s although records wait")]
 
     assert stuck(whole, late)
-    assert not stuck(whole, PAGE), "a long commit interval"
+    assert not stuck(whole, PAGE), "an old record"
     assert not stuck(fresh, late), "a record after a quiet time"
     assert not stuck(survey_of(), late), "a partition without a worker"
+    assert stuck(whole, late | {"commit_interval_s": 9.9})
+    assert not stuck(whole, late | {"commit_interval_s": 60.0}), "a long commit interval"
 
 
 @pytest.mark.parametrize("width", [80, 120])

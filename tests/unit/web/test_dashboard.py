@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
@@ -178,6 +179,28 @@ class TestAttention:
     def test_a_task_is_stuck_in_every_state_that_it_passes_through_while_commits_fail(self, state):
         ((level, text),) = self.texts(task(state=state, numbers=TaskNumbers(last_commit_s=-1e9)))
         assert (level, text.startswith("orders/0 is stuck: 4 records wait")) == ("error", True)
+
+    def test_a_record_after_a_quiet_time_is_neither_stuck_nor_late(self):
+        """Was: 1 records wait, and nothing was committed for 3,600 s; or 3,600 s behind."""
+        an_hour_ago = time.monotonic() - 3_600
+        numbers = TaskNumbers(last_commit_s=an_hour_ago, committed_time_ms=int(1_000 * (time.time() - 3_600)))
+        fresh = task(numbers=numbers, lag_records=1)
+        numbers.look(1)
+        assert self.texts(fresh)[0][0] == "error"
+        numbers.look(0)
+        assert self.texts(fresh) == []
+        numbers.caught_up_s = time.monotonic() - 40
+        assert "nothing was committed for 40 s" in self.texts(fresh)[0][1]
+        numbers.last_commit_s, numbers.caught_up_s = time.monotonic(), time.monotonic() - 70
+        assert self.texts(fresh) == [("warning", "orders/0 is 70 s behind (1 records).")]
+
+    def test_records_that_wait_for_a_long_commit_interval_are_not_stuck(self):
+        """Was: is stuck, for the second half of each minute."""
+        waits = seen(task(numbers=TaskNumbers(last_commit_s=time.monotonic() - 59)))
+        assert len(notices(waits, [], ())) == 1
+        assert notices(replace(waits, commit_interval_s=60.0), [], ()) == []
+        waits.tasks[0].numbers.last_commit_s -= 40
+        assert len(notices(replace(waits, commit_interval_s=60.0), [], ())) == 1
 
     def test_a_restore_says_what_is_left(self):
         restoring = task(state="restoring", lag_records=None, numbers=TaskNumbers(restore_remaining=1_500))

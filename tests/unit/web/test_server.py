@@ -100,6 +100,14 @@ async def test_pages():
         assert await get(pages, "/ready") == (503, "1 of 2 tasks are not running yet\n")
 
 
+async def test_what_waits_is_looked_at_even_if_nobody_asks(monkeypatch):
+    numbers = TaskNumbers()
+    monkeypatch.setattr(Worker, "pulse", lambda _: [TaskPulse(numbers, 0, "orders", 0, "running")])
+    async with WebServer(web(), Worker()):
+        await asyncio.sleep(0)
+        assert numbers.caught_up_s is not None
+
+
 class Electing:
     """A cluster whose topic has two partitions, one of which has no leader at the moment."""
 
