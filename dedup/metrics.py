@@ -196,6 +196,8 @@ class TaskNumbers(Judged):
     """Timestamp of the last record below ``committed_offset``."""
     caught_up_s: float | None = None
     """The monotonic time at which `look` last found no lag, or None. Every waiting record has arrived since then."""
+    nothing_readable_s: float | None = None
+    """The monotonic time at which `look` last found no lag, or only records that an open transaction hides, or None."""
 
     def committed(self, offset: int) -> None:
         """Count a committed transaction, and store the offset that the transaction committed."""
@@ -221,12 +223,14 @@ class TaskNumbers(Judged):
         self.last_commit_s = before.last_commit_s
         self.committed_offset = before.committed_offset
         self.committed_time_ms = before.committed_time_ms
-        self.caught_up_s = before.caught_up_s
+        self.caught_up_s, self.nothing_readable_s = before.caught_up_s, before.nothing_readable_s
 
-    def look(self, lag_records: int | None) -> None:
-        """Note the time if there is no lag. The web server calls `look` every second."""
+    def look(self, lag_records: int | None, unstable_records: int | None) -> None:
+        """Note the time if no records wait, or none that can be read. The web server calls `look` every second."""
         if lag_records == 0:
             self.caught_up_s = time.monotonic()
+        if lag_records is not None and lag_records <= (unstable_records or 0):
+            self.nothing_readable_s = time.monotonic()
 
     def add_counters(self, other: TaskNumbers) -> None:
         """Add another task's counters and histograms, but not its gauges."""
@@ -275,12 +279,12 @@ class TaskSeen:
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which records have been waiting and nothing was committed, or 0 without lag."""
-        if not self.lag_records:
+        """Seconds for which records could be read and nothing was committed, or 0 if there are no such records."""
+        if not self.lag_records or self.lag_records <= (self.unstable_records or 0):
             return 0.0
         # After a quiet time, the last commit may be hours ago, but a record that has just arrived has not waited.
-        caught_up_s = self.numbers.caught_up_s
-        return time.monotonic() - max(self.numbers.last_commit_s, -math.inf if caught_up_s is None else caught_up_s)
+        since_s = self.numbers.nothing_readable_s
+        return time.monotonic() - max(self.numbers.last_commit_s, -math.inf if since_s is None else since_s)
 
 
 _OTHER_FORMAT: Final = "The producers send another format, or the topic is wrong; the header dedup-detail says more."

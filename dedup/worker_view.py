@@ -66,6 +66,8 @@ class TaskPulse:
     """The topic that feeds the task."""
     partition: int
     state: str
+    unstable_records: int | None = None
+    """See `TaskSeen.unstable_records`."""
 
 
 @dataclass(frozen=True, slots=True)

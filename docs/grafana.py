@@ -17,6 +17,7 @@ PAGE: Final = Path(__file__).parent.parent / "config" / "grafana" / "dashboard.j
 SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
 WIDTH: Final = 24
 IN: Final = '{job=~"$job"}'
+READABLE_LAG: Final = f"dedup_lag_records{IN} > dedup_last_stable_offset_lag{IN}"
 ABORTED: Final = '{job=~"$job",result="aborted"}'
 GREEN: Final = {"color": "green", "value": None}
 
@@ -75,7 +76,7 @@ STATS: Final = (
     Panel("Greatest lag", [(f"max(dedup_lag_seconds{IN})", "")], "s", kind="stat", width=3, bad_from=60),
     Panel(
         "Longest without a commit, with lag",
-        [(f"max(dedup_seconds_since_commit{IN} and dedup_lag_records{IN} > 0) or vector(0)", "")],
+        [(f"max(dedup_seconds_since_commit{IN} and {READABLE_LAG}) or vector(0)", "")],
         "s",
         kind="stat",
         width=3,

@@ -296,7 +296,7 @@ class StreamMonitor:
     def pulse(self) -> Iterator[TaskPulse]:
         """Yield, for each feeding partition, the metrics that the web server samples every second."""
         for (_, (topic, partition)), seen in self._seen.items():
-            yield TaskPulse(seen.numbers, seen.lag_records, topic, partition, "running")
+            yield TaskPulse(seen.numbers, seen.lag_records, topic, partition, "running", seen.unstable_records)
 
     def latest(self) -> Iterable[Noted]:
         """Return no records, because Spark tasks report only counts."""

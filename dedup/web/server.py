@@ -297,7 +297,7 @@ class WebServer:
     def _look(self, now_ms: int) -> None:
         pulses = tuple(self._answers.pulse())
         for pulse in pulses:
-            pulse.numbers.look(pulse.lag_records)
+            pulse.numbers.look(pulse.lag_records, pulse.unstable_records)
         self._memory.look(pulses, self._answers.peers(), now_ms)
         grown = self._history.sample(pulses, now_ms)
         if grown is not None:

@@ -236,8 +236,11 @@ class Introspection:
             return None
         return 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
 
-    def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
+    def _unstable(self, feeding: TopicPartition) -> int | None:
         end = self.app.member.fetcher.end(feeding)
+        return None if end is None else end.high_watermark - end.last_stable_offset
+
+    def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
         store = task.work.store if task.state is TaskState.RUNNING else None
         return TaskSeen(
             sub_topology=task.task_id.sub_topology,
@@ -246,7 +249,7 @@ class Introspection:
             state=task.state.value,
             numbers=task.numbers,
             lag_records=self._lag(feeding, task),
-            unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
+            unstable_records=self._unstable(feeding),
             state_ids=0 if store is None else store.count_ids(),
             state_bytes=0 if store is None else store.approximate_bytes(),
             state_max_bytes=None if store is None else self.topology.state.max_bytes_per_partition,
@@ -294,8 +297,8 @@ class Introspection:
     def pulse(self) -> Iterator[TaskPulse]:
         """Yield the counters and the lag of every task. `pulse` is cheap, because it reads no store."""
         for feeding, task in self.app.tasks.running.items():
-            lag = self._lag(feeding, task)
-            yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value)
+            lag, unstable = self._lag(feeding, task), self._unstable(feeding)
+            yield TaskPulse(task.numbers, lag, feeding.topic, feeding.partition, task.state.value, unstable)
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""

@@ -185,14 +185,25 @@ class TestAttention:
         an_hour_ago = time.monotonic() - 3_600
         numbers = TaskNumbers(last_commit_s=an_hour_ago, committed_time_ms=int(1_000 * (time.time() - 3_600)))
         fresh = task(numbers=numbers, lag_records=1)
-        numbers.look(1)
+        numbers.look(1, 0)
         assert self.texts(fresh)[0][0] == "error"
-        numbers.look(0)
+        numbers.look(0, 0)
         assert self.texts(fresh) == []
-        numbers.caught_up_s = time.monotonic() - 40
+        numbers.caught_up_s = numbers.nothing_readable_s = time.monotonic() - 40
         assert "nothing was committed for 40 s" in self.texts(fresh)[0][1]
         numbers.last_commit_s, numbers.caught_up_s = time.monotonic(), time.monotonic() - 70
         assert self.texts(fresh) == [("warning", "orders/0 is 70 s behind (1 records).")]
+
+    def test_records_that_an_open_transaction_hides_are_not_stuck_but_late(self):
+        """Was: is stuck, while a producer's transaction was open for longer than 30 s."""
+        ages_ago = TaskNumbers(last_commit_s=-1e9, caught_up_s=time.monotonic() - 300)
+        hidden = task(numbers=ages_ago, unstable_records=4)
+        assert self.texts(hidden) == [("warning", "orders/0 is 300 s behind (4 records).")]
+        ages_ago.look(4, 4)
+        # The transaction has ended, and nothing is committed yet.
+        assert self.texts(replace(hidden, unstable_records=0)) == [("warning", "orders/0 is 300 s behind (4 records).")]
+        ages_ago.nothing_readable_s = time.monotonic() - 40
+        assert "nothing was committed for 40 s" in self.texts(replace(hidden, unstable_records=3))[0][1]
 
     def test_records_that_wait_for_a_long_commit_interval_are_not_stuck(self):
         """Was: is stuck, for the second half of each minute."""
