@@ -275,7 +275,7 @@ class TaskSeen:
     @property
     def seconds_since_commit(self) -> float:
         """Seconds since the last commit or, before the first commit, since the task began to run."""
-        return time.monotonic() - self.numbers.last_commit_s
+        return max(0.0, time.monotonic() - self.numbers.last_commit_s)
 
     @property
     def waited_s(self) -> float:

@@ -43,6 +43,10 @@ _LOOK_S: Final = 2.0
 _LOOK_BYTES: Final = 1 << 20
 """Maximum size of the fetch that checks whether a record follows a position."""
 _ANSWER_WITHIN_S: Final = 5.0
+_FIRST_COMMIT_S: Final = 600.0
+"""The time, in seconds, for which a stream's first commit does not count as late. Executors restore the state before
+that commit, and the driver does not see it. The alert DedupRestoreTooLong gives a worker the same time.
+"""
 _LOGGED_EVERY_S: Final = 3_600.0
 """The interval, in seconds, at which a warning that attempts repeat is logged again."""
 
@@ -51,7 +55,9 @@ _LOGGED_EVERY_S: Final = 3_600.0
 class _Seen:
     position: int
     """The offset where the stream begins to read if the group has no offset yet."""
-    numbers: TaskNumbers = field(default_factory=TaskNumbers)
+    numbers: TaskNumbers = field(default_factory=lambda: TaskNumbers(last_commit_s=time.monotonic() + _FIRST_COMMIT_S))
+    looked_at: int | None = None
+    """The group's offset, or `position` if there was none, when the monitor asked for it last."""
     lag_records: int | None = None
     unstable_records: int | None = None
     state_ids: int = 0
@@ -214,7 +220,7 @@ class StreamMonitor:
     async def _watch(self, wire: KafkaWire) -> None:
         while True:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
-                await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
+                await self._look_at_all(wire)
             self._log_ended()
             if self._dead.look([seen.numbers for seen in self._seen.values()], time.time_ns() // 1_000_000):
                 log.warning("%s", "the dead-letter alert ended" if self._dead.alert is None else self._dead.alert.text)
@@ -227,10 +233,27 @@ class StreamMonitor:
             await asyncio.wait_for(self._news.wait(), seconds)
         self._news.clear()
 
-    async def _look(self, wire: KafkaWire, place: TopicPartition, seen: _Seen) -> None:
+    async def _look_at_all(self, wire: KafkaWire) -> None:
+        """Read the lag of every partition, and note which queries have committed since the last call."""
+        moved = await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
+        for kind in {kind for (kind, _), has_moved in zip(self._seen, moved, strict=True) if has_moved}:
+            self._note_commit(kind)
+
+    async def _look(self, wire: KafkaWire, place: TopicPartition, seen: _Seen) -> bool:
+        """Read the lag of a partition, and return whether its records were committed since the last call."""
         committed = await committed_offset(wire, self._topology.name, place, stable=False)
-        lag = await lag_after(wire, place, seen.position if committed is None else committed)
+        at = seen.position if committed is None else committed
+        lag = await lag_after(wire, place, at)
         seen.lag_records, seen.unstable_records = lag.records, lag.unstable
+        before, seen.looked_at = seen.looked_at, at
+        return before is not None and at > before
+
+    def _note_commit(self, kind: SubTopology) -> None:
+        # A partition may wait until the tasks of others have ended, so a commit of any partition is progress of all.
+        now_s = time.monotonic()
+        for (each, _), seen in self._seen.items():
+            if each == kind:
+                seen.numbers.last_commit_s = now_s
 
     def _lose_lag(self, why: str) -> None:
         log.warning("the lag is unknown until a broker answers: %s", why, extra=ASIDE)
@@ -245,13 +268,14 @@ class StreamMonitor:
             seen.numbers.stream_time_ms = counted.stream_time_ms
             seen.numbers.committed_offset = each.next_offset
             seen.numbers.committed_time_ms = counted.committed_time_ms
-            seen.numbers.last_commit_s = time.monotonic()
             seen.state_ids, seen.state_bytes = each.state_ids, each.state_bytes
             seen.truncate_below = each.truncate_below
             for key, text in each.warnings.items():
                 if time.monotonic() - self._logged_s.get(key, -math.inf) >= _LOGGED_EVERY_S:
                     self._logged_s[key] = time.monotonic()
                     log.warning("%s", text)
+        if report.partitions:
+            self._note_commit(report.sub_topology)
         self._ended.append(report)
         self._news.set()
 

@@ -29,7 +29,7 @@ from dedup.settings import Settings, Web
 from dedup.spark.session import HadoopDirectory, PicklableSettings, connected
 from dedup.spark.stream import StreamOptions, _IdleMarks, prepared, start_stream
 from dedup.spark.stream_checkpoint import continues_at, leave_behind
-from dedup.spark.stream_monitor import StreamMonitor, StreamUpkeep
+from dedup.spark.stream_monitor import Lag, StreamMonitor, StreamUpkeep
 from dedup.spark.task_attempt import AttemptPlan, BatchReport, PartitionReport, _own_directory, judge_partition
 from dedup.store.rocks import RocksStore
 from dedup.topology.parse import parse
@@ -209,6 +209,33 @@ def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog, mon
     task, _ = monitor.seen().tasks
     assert (task.numbers.committed_offset, task.numbers.stream_time_ms) == (4_001, BASE_MS)
     assert (task.state_ids, task.state_bytes, task.lag_records) == (7, 9, None)
+
+
+def test_a_stream_whose_tasks_commit_or_still_restore_is_not_stuck(monitor_of, monkeypatch):
+    """Was: the time since the last commit fell only at the end of a micro-batch, however often its tasks committed."""
+    offsets: dict[Place, int | None] = {Place("in", 0): None, Place("in", 1): 5}
+
+    async def committed(_wire, _group, place, *, stable):
+        return offsets[place]
+
+    async def lag(_wire, _place, position):
+        return Lag(position, 3)
+
+    monkeypatch.setattr("dedup.spark.stream_monitor.committed_offset", committed)
+    monkeypatch.setattr("dedup.spark.stream_monitor.lag_after", lag)
+    monitor = monitor_of()
+
+    def without_commit():
+        asyncio.run(monitor._look_at_all(None))
+        return [task.waited_s > 90 and task.seconds_since_commit > 90 for task in monitor.seen().tasks]
+
+    assert without_commit() == [False, False]
+    assert [task.seconds_since_commit for task in monitor.seen().tasks] == [0, 0]
+    for task in monitor.seen().tasks:
+        task.numbers.last_commit_s -= 700
+    assert without_commit() == [True, True]
+    offsets[Place("in", 0)] = 4
+    assert without_commit() == [False, False]
 
 
 def test_a_warning_of_each_attempt_is_logged_once(caplog, monitor_of):
