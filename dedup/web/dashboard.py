@@ -53,10 +53,12 @@ class MetricHistory:
     _total: tuple[Counter[str], list[int]] = field(default_factory=lambda: _added_up(()))
     """The sums of the tasks' counters at the last sample."""
     _last_ms: int | None = None
+    """The monotonic time of the last sample."""
 
-    def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> Growth | None:
+    def sample(self, pulses: Iterable[TaskPulse], now_ms: int, monotonic_ms: int) -> Growth | None:
         """Add a sample of the metrics, and return how much the counts have grown since the previous call.
 
+        Rates are computed from ``monotonic_ms``, because somebody may set the clock that ``now_ms`` comes from.
         The first call adds no sample and returns None, because there are no earlier counts to compare with.
         """
         pulses = list(pulses)
@@ -69,8 +71,8 @@ class MetricHistory:
         counts.update(ended)
         counts.subtract(then)
         latencies = [now + last - old for now, last, old in zip(latencies, ended_latencies, before, strict=True)]
-        covered_ms = None if self._last_ms is None else max(1, now_ms - self._last_ms)
-        self._tasks, self._last_ms = tasks, now_ms
+        covered_ms = None if self._last_ms is None else max(1, monotonic_ms - self._last_ms)
+        self._tasks, self._last_ms = tasks, monotonic_ms
         if covered_ms is None:
             return None
         rates = (round(1000 * counts[name] / covered_ms, 2) for name in PLOTTED)

@@ -291,15 +291,15 @@ class WebServer:
 
     async def _sample(self) -> None:
         while True:
-            self._look(_now_ms())
+            self._look(_now_ms(), time.monotonic_ns() // 1_000_000)
             await asyncio.sleep(EVERY_S)
 
-    def _look(self, now_ms: int) -> None:
+    def _look(self, now_ms: int, monotonic_ms: int) -> None:
         pulses = tuple(self._answers.pulse())
         for pulse in pulses:
             pulse.numbers.look(pulse.lag_records, pulse.unstable_records)
         self._memory.look(pulses, self._answers.peers(), now_ms)
-        grown = self._history.sample(pulses, now_ms)
+        grown = self._history.sample(pulses, now_ms, monotonic_ms)
         if grown is not None:
             size = self._answers.seen().state_bytes if self._memory.begins(now_ms) else None
             self._memory.add(grown, now_ms, size)

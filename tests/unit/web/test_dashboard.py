@@ -58,8 +58,8 @@ def seen(*tasks: TaskSeen, not_ready: str | None = None) -> WorkerSeen:
 class TestSnapshot:
     def test_its_shape_is_a_contract(self):
         history = MetricHistory()
-        history.sample([pulse(TaskNumbers(), 4)], 1_000)
-        history.sample([pulse(TaskNumbers(), 4)], 2_000)
+        history.sample([pulse(TaskNumbers(), 4)], 1_000, 1_000)
+        history.sample([pulse(TaskNumbers(), 4)], 2_000, 2_000)
         case = Noted("late", "orders/0/1", "x", 5, 6, "why")
         peers = (Peer("a", None, (("orders", 0),), here=True), Peer("b", "http://b", (("orders", 1),), here=False))
         made = json.loads(json.dumps(board(seen(task(lag_records=0)), history, [case], peers, now_ms=2_000)))
@@ -123,35 +123,45 @@ def shape(value):
 class TestHistory:
     def test_rates_are_what_counters_grew_by_a_second(self):
         history, numbers = MetricHistory(), TaskNumbers()
-        history.sample([pulse(numbers, 5)], 0)
+        history.sample([pulse(numbers, 5)], 0, 0)
         assert not history.samples
         numbers.verdicts.update(unique=100, duplicate=50)
-        history.sample([pulse(numbers, 7), pulse(TaskNumbers(), None)], 2_000)
+        history.sample([pulse(numbers, 7), pulse(TaskNumbers(), None)], 2_000, 2_000)
         (sample,) = history.samples
         assert (sample["unique"], sample["duplicate"], sample["lag_records"]) == (50, 25, 7)
 
     def test_a_task_built_anew_counts_from_zero(self):
         history, old = MetricHistory(), TaskNumbers(verdicts=Counter(unique=1_000))
-        history.sample([pulse(old, 0)], 0)
-        history.sample([pulse(TaskNumbers(verdicts=Counter(unique=10)), 0)], 1_000)
+        history.sample([pulse(old, 0)], 0, 0)
+        history.sample([pulse(TaskNumbers(verdicts=Counter(unique=10)), 0)], 1_000, 1_000)
         assert history.samples[0]["unique"] == 10
 
     def test_latency_is_that_of_the_last_stretch(self):
         history, numbers = MetricHistory(), TaskNumbers()
         numbers.end_to_end.add(2_000, 1_000)
-        history.sample([pulse(numbers, 0)], 0)
+        history.sample([pulse(numbers, 0)], 0, 0)
         numbers.end_to_end.add(0.08, 100)
-        history.sample([pulse(numbers, 0)], 1_000)
-        history.sample([pulse(numbers, 0)], 2_000)
+        history.sample([pulse(numbers, 0)], 1_000, 1_000)
+        history.sample([pulse(numbers, 0)], 2_000, 2_000)
         busy, quiet = history.samples
         assert busy["median_s"] == pytest.approx(0.075)
         assert 0.05 < busy["p99_s"] <= 0.1
         assert (quiet["median_s"], quiet["p99_s"]) == (None, None)
 
+    def test_rates_do_not_change_when_the_clock_is_set(self):
+        """Was: a thousand times too high for a second, and for an hour in the plots, when the clock was set back."""
+        history, numbers = MetricHistory(), TaskNumbers()
+        for second, now_ms in enumerate((10_000_000, 9_000_000, 20_000_000)):
+            numbers.verdicts["unique"] += 50
+            grown = history.sample([pulse(numbers, 0)], now_ms, 1_000 * second)
+            assert grown is None or grown.covered_ms == 1_000
+        assert [sample["unique"] for sample in history.samples] == [50, 50]
+        assert [sample["time_ms"] for sample in history.samples] == [9_000_000, 20_000_000]
+
     def test_the_oldest_are_forgotten(self):
         history = MetricHistory()
         for moment in range(KEPT + 10):
-            history.sample([], moment * 1_000)
+            history.sample([], moment * 1_000, moment * 1_000)
         assert len(history.samples) == KEPT
 
     def test_beyond_the_last_bucket_its_bound_is_told(self):
