@@ -348,8 +348,6 @@ class DeadShare:
         for each in numbers:
             judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
             reasons.update(each.dead_reasons)
-        if self._looks and judged < self._looks[-1][1]:
-            return False  # During a rebalance, the counters of closed tasks are not yet included.
         if self._looks and now_ms < self._looks[-1][0]:
             self._looks.clear()
         self._looks.append((now_ms, judged, reasons))

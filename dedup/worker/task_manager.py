@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -133,8 +133,10 @@ class TaskManager:
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
-        self.ended: Final[dict[Place, TaskNumbers]] = {}
+        self._ended: Final[dict[Place, TaskNumbers]] = {}
         """Maps each sub-topology, topic, and partition to the total counters of its closed tasks."""
+        self._closing: Final[list[TaskGroup]] = []
+        """The task groups that are being closed, whose counters may still grow by a last commit."""
         self.opened: Final = asyncio.Event()
         """An event that is set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
@@ -144,6 +146,14 @@ class TaskManager:
     def running(self) -> Mapping[TopicPartition, Task]:
         """Maps each feeding partition to its open task, in any state."""
         return self._tasks
+
+    @property
+    def ended(self) -> Mapping[Place, TaskNumbers]:
+        """Maps each sub-topology, topic, and partition to the total counters of its closed and closing tasks."""
+        counted: dict[Place, TaskNumbers] = {}
+        for place, numbers in itertools.chain(self._ended.items(), *map(_placed, self._closing)):
+            counted.setdefault(place, TaskNumbers()).add_counters(numbers)
+        return counted
 
     @property
     def unanswered_since_s(self) -> float | None:
@@ -389,6 +399,7 @@ class TaskManager:
     async def _close(self, doomed: Collection[Members], *, drain: bool) -> None:
         drain = drain and not self.failure.done()
         closing = [self._forget(members) for members in sorted(doomed)]
+        self._closing.extend(group for group, _ in closing)
         for group, loop in closing:
             # A group without a running task has nothing to commit, and must not start after it is closed.
             if all(task.state is not TaskState.RUNNING for task in group.tasks.values()):
@@ -396,6 +407,7 @@ class TaskManager:
         results = await asyncio.gather(*[group.close(drain=drain) for group, _ in closing], return_exceptions=True)
         await ended(loop for _, loop in closing)
         for (group, _), result in zip(closing, results, strict=True):
+            self._closing.remove(group)
             self._keep_counters(group)
             if isinstance(result, TaskMigrated):
                 log.info("%s: %s", group, result)
@@ -403,9 +415,13 @@ class TaskManager:
                 self.fail(result)
 
     def _keep_counters(self, group: TaskGroup) -> None:
-        for feeding, task in group.tasks.items():
-            place = (task.task_id.sub_topology, feeding.topic, feeding.partition)
-            self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)
+        for place, numbers in _placed(group):
+            self._ended.setdefault(place, TaskNumbers()).add_counters(numbers)
+
+
+def _placed(group: TaskGroup) -> Iterator[tuple[Place, TaskNumbers]]:
+    for feeding, task in group.tasks.items():
+        yield (task.task_id.sub_topology, feeding.topic, feeding.partition), task.numbers
 
 
 def _all_named(found: Collection[Members]) -> str:

@@ -80,15 +80,6 @@ def test_silence_ends_it():
     assert turns == [SPAN_MS // 1_000 + 1]
 
 
-def test_counters_that_fall_in_a_rebalance_say_nothing():
-    share = DeadShare()
-    share.look(*NOTHING)
-    share.look(*counted(1, 5_000))
-    assert not share.look(*counted(2, 0, not_json=1_000))
-    assert share.alert is None
-    assert not share.look(*counted(3, 5_000, not_json=100))
-
-
 def test_a_clock_set_back_begins_anew():
     share = DeadShare()
     share.look(*counted(1_000, 0))

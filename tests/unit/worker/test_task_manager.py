@@ -445,6 +445,29 @@ async def test_what_was_counted_stays_when_a_task_is_closed_or_built_again():
     assert counted == {("dedup", "in", 0): 7, ("dedup", "in", 1): 3}
 
 
+async def test_counters_do_not_fall_while_a_worker_that_stops_commits_what_it_has_judged() -> None:
+    """Was: a scrape during the last commit saw the counters without these tasks, and `increase` took it for a restart."""
+    shop = Shop()
+    await shop.assigned(FEED)
+    (task,) = shop.made
+    task.numbers.transactions = 3
+    go_on = asyncio.Event()
+
+    async def slow_close(*, drain: bool) -> None:
+        await go_on.wait()
+        task.numbers.transactions += drain
+        task.state = TaskState.CLOSED
+
+    task.close = slow_close  # type: ignore[method-assign]
+    closing = asyncio.create_task(shop.tasks.close_all(drain=True))
+    await reached(lambda: FEED not in shop.tasks.running)
+    place = ("dedup", "in", 0)
+    assert shop.tasks.ended[place].transactions == 3
+    go_on.set()
+    await closing
+    assert shop.tasks.ended[place].transactions == 4
+
+
 async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> None:
     """Faust may name a partition standby here and active here, too: it assigns topics of each partition count apart."""
     warm: list[set[int]] = []
