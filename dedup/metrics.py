@@ -18,6 +18,8 @@ _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
 """The verdict labels of records that have not been judged. Dedup tasks judge repartitioned records later."""
+_STARTED_S: Final = time.time()
+"""The time at which this process started, nearly, because it imports this module at once."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""
@@ -101,6 +103,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "gauge",
         "Seconds since the last commit or, before the first commit, since the task began to run.",
     ),
+    Metric("dedup_start_time_seconds", "gauge", "Time at which this process started, in seconds since 1970.", ()),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
     Metric(
         "dedup_group_transactions_total",
@@ -389,6 +392,8 @@ class WorkerSeen:
     """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
     commit_interval_s: float = 0.0
     """The config's `commit_interval`, for which records wait although nothing is wrong."""
+    started_s: float = _STARTED_S
+    """The time from which the counters count, in seconds since 1970."""
     user_code: Mapping[str, str] = field(default_factory=dict)
     """Maps each ID function or flow, as module:attribute, to the digest of its module's source."""
 

@@ -54,11 +54,18 @@ def per_partition(metric: str, legend: str = "{{topic}}/{{partition}}") -> list[
 
 
 def grown(metric: str, more: str = "") -> str:
-    """Return by how much a counter grew in the range shown, also where its series began in it."""
+    """Return by how much a counter grew in the range shown, also before Prometheus read it for the first time.
+
+    What it read first was counted in the range if the process began in the range, or if Prometheus read the process
+    without this counter at the range's begin. Otherwise, it may be older, and does not count.
+    """
     at = IN.replace("}", more + "}")
+    started = f"dedup_start_time_seconds{IN}"
+    in_range = f"(max_over_time({started}[$__range]) > time() - $__range_s or {started} offset $__range)"
+    first = f"min_over_time({metric}{at}[$__range]) unless {metric}{at} offset $__range"
     return (
         f"(sum(increase({metric}{at}[$__range])) or vector(0)) "
-        f"+ (sum({metric}{at} unless {metric}{at} offset $__range) or vector(0))"
+        f"+ (sum({first} and on (job, instance) {in_range}) or vector(0))"
     )
 
 

@@ -109,6 +109,7 @@ TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
 """Maps each metric of the tasks that this worker has now to the function that reads it from a task."""
 WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
+    "dedup_start_time_seconds": lambda seen: seen.started_s,
     "dedup_group_transactions_total": lambda seen: {each: seen.transactions.get(each, 0) for each in RESULTS},
     "dedup_fenced_total": lambda seen: seen.fenced,
     "dedup_schemas_awaited": lambda seen: seen.schemas_awaited,

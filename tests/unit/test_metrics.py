@@ -72,7 +72,7 @@ def test_values_are_those_of_the_tasks():
     numbers.stream_time_ms = 1_700_000_000_500
     numbers.committed(10)
     numbers.aborted = 1
-    found = exported(replace(seen(numbers), transactions={"committed": 4}, schemas_awaited=2))
+    found = exported(replace(seen(numbers), transactions={"committed": 4}, schemas_awaited=2, started_s=8.5))
     task = {"sub_topology": "dedup", "topic": 'or"ders', "partition": "2"}
     assert {s.labels["verdict"]: s.value for s in found["dedup_records_total"]} == {"unique": 5, "duplicate": 2}
     assert [(s.labels, s.value) for s in found["dedup_dead_letters_total"]] == [(task | {"reason": "missing_id"}, 4)]
@@ -91,6 +91,7 @@ def test_values_are_those_of_the_tasks():
     assert single["dedup_standby_lag_records"] == 5
     assert (single["dedup_fenced_total"], single["dedup_corrupted_total"]) == (1, 2)
     assert single["dedup_schemas_awaited"] == 2
+    assert single["dedup_start_time_seconds"] == 8.5
 
 
 def test_counters_do_not_fall_when_a_task_leaves_or_comes_again():
