@@ -130,6 +130,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         # Faust's generation stays the same, because Faust's streams drop messages of an older generation.
         await consumer.on_partitions_assigned({TP(tp.topic, tp.partition) for tp in assigned})
         consumer.app.on_rebalance_end()
+        consumer.announce()
 
 
 class DedupApp(faust.App):
@@ -181,6 +182,8 @@ class Consumer(FaustConsumer):
         """Maps each partition to the offset below which every committed record has been delivered."""
         self._replaced = False
         """True if another process has joined the group with this worker's ID."""
+        self._announced = False
+        """True if this worker has asked for an assignment that names its address. It asks only once in its life."""
 
     async def on_start(self) -> None:
         """Start the client without joining the group. The worker joins when Faust subscribes, after Faust's agents have
@@ -333,6 +336,16 @@ class Consumer(FaustConsumer):
         """Ask the consumer group for a new assignment, unless a rebalance is in progress."""
         if not self.rebalancing:
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
+
+    def announce(self) -> None:
+        """Ask once for a new assignment if the current one names a former address of this worker.
+
+        Otherwise, the other workers would use that address until the next rebalance.
+        """
+        if cast("GroupAssignor", self.app.assignor).readdressed and not self._announced:
+            self._announced = True
+            log.info("the group knows a former address of this worker; the worker rejoins to announce the new one")
+            self.rejoin()
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:
         """Yield batches of the partitions whose tasks are running."""
@@ -558,6 +571,8 @@ class GroupAssignor(PartitionAssignor):
     app: DedupApp
     _counts: Mapping[str, int]
     """Maps each topic in the cluster to its partition count."""
+    readdressed = False
+    """True if the last assignment contained a former address of this worker."""
 
     @property
     def name(self) -> str:
@@ -575,7 +590,8 @@ class GroupAssignor(PartitionAssignor):
         """
         found = cast("ClientMetadata", ClientMetadata.loads(self._decompress(assignment.user_data)))
         old, own = found.url, str(self._url)
-        if old != own:
+        self.readdressed = old != own
+        if self.readdressed:
             for spread in (found.changelog_distribution, found.external_topic_distribution):
                 if old in spread:
                     spread[own] = spread.pop(old)

@@ -107,6 +107,9 @@ def test_a_killed_worker_comes_back_at_once_with_another_address(make_job: MakeJ
     job.send([Event(n % 4, b'{"id":"i-%d","n":%d}' % (n, IDS + n), BASE_MS + n) for n in range(2 * IDS)])
     again = job.start(worker_id)
     until(lambda: owned(again) == held, job.logs)
+    other = both[1 - killed]
+    until(lambda: not any(asked_of(other, number) for number in range(IDS)), job.logs)
+    assert owned(again) == held
     job.until_done()
     for number in range(2 * IDS):
         found = asked(again, f"/api/ids/i-{number}")
