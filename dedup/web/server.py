@@ -180,6 +180,11 @@ _SHARED_S: Final = 0.5
 """How long the server uses one snapshot for all requests, because adding up the sizes of 256 stores takes time."""
 _HOURS_SHARED_S: Final = 1.0
 """How long the server uses the last-hour data of all workers for all requests before it asks the workers again."""
+_CLOSE_S: Final = 1.0
+"""How long a worker that stops waits for a request to be answered, and again for the request to be abandoned.
+
+A reader that no longer reads, for example on a sleeping laptop, would otherwise keep the worker until it is killed.
+"""
 _MOST_ID_BYTES: Final = 65_536
 _MOST_LINE_BYTES: Final = 3 * _MOST_ID_BYTES + 1024
 """The longest request line. In a URL, a byte of an ID takes up to three characters, and an ID may be a whole value."""
@@ -226,7 +231,12 @@ class WebServer:
         self._answers: Final = answers
         self._token: Final = settings.token.get_secret_value().encode() if settings.token else None
         self._runner: Final = web.AppRunner(
-            self._app(), access_log=None, handle_signals=False, logger=_request_log, max_line_size=_MOST_LINE_BYTES
+            self._app(),
+            access_log=None,
+            handle_signals=False,
+            logger=_request_log,
+            max_line_size=_MOST_LINE_BYTES,
+            shutdown_timeout=_CLOSE_S,
         )
         self._history: Final = MetricHistory()
         self._memory: Final = Memory(_now_ms())

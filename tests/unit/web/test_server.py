@@ -158,6 +158,18 @@ async def test_a_long_id_is_looked_up_and_a_longer_one_is_refused():
         assert (await get(pages, f"/api/ids/{'x' * 65_537}"))[0] == 414
 
 
+async def test_a_reader_that_no_longer_reads_does_not_keep_a_worker_from_stopping():
+    """Was: 120 s, which is longer than the grace of most supervisors."""
+    worker = Worker()
+    worker.metrics = lambda: b"x" * (64 << 20)  # more than the kernel keeps for a reader
+    async with asyncio.timeout(30):
+        async with WebServer(web(), worker) as pages:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(pages.url.rpartition(":")[2]))
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readexactly(1)
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize(
     "request_line",
     [
