@@ -326,6 +326,7 @@ class WebServer:
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
+                web.get("/api/ids", self._id),  # With ?id=ID, because clients remove an ID "." or ".." from a path.
                 web.get("/api/dashboard", self._dashboard),
                 web.get("/api/summary", self._summary),
                 web.get("/api/hour", self._hour),
@@ -375,9 +376,12 @@ class WebServer:
         return _json(status_of(self._answers.seen(), self._answers.peers()))
 
     async def _id(self, request: web.Request) -> web.Response:
-        text = request.match_info["id"]
+        text = request.match_info.get("id") or request.query.get("id", "")
+        if not text:
+            return _json({"error": "ID: is empty; name the ID to look up"}, status=400)
         if len(text.encode()) > _MOST_ID_BYTES:
-            raise web.HTTPRequestURITooLong
+            why = f"ID: has {len(text.encode()):,} bytes, and one of at most {_MOST_ID_BYTES:,} can be looked up"
+            return _json({"error": why}, status=414)
         await asyncio.sleep(0)  # Let waiting batches run first, because lookups are not urgent.
         try:
             found = self._answers.look_up(text)

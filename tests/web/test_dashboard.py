@@ -261,6 +261,21 @@ def test_a_token_is_asked_for_and_no_data_is_shown_before(open_page: Open, serve
     assert TOKEN not in page.url
 
 
+def test_an_id_that_browsers_remove_from_a_path_and_one_that_is_too_long_are_answered(
+    open_page: Open, serve: Serve
+) -> None:
+    """Was: "The worker does not answer." """
+    page = open_page(serve(Staged()))
+    answer = page.locator("#lookup-answer")
+    for text in (".", ".."):
+        page.get_by_label("Tracking ID").fill(text)
+        page.keyboard.press("Enter")
+        expect(answer).to_contain_text(f"{text}: not known")
+    page.get_by_label("Tracking ID").fill("\u20ac" * 65_536)
+    page.keyboard.press("Enter")
+    expect(answer).to_contain_text("This ID has 196,608 bytes, and one of at most 65,536 can be looked up.")
+
+
 def test_payloads_are_shown_only_when_asked_for(open_page: Open, serve: Serve) -> None:
     url = serve(Staged(noted=(noted("conflict"),), payload=b"secret-payload"))
     page = open_page(url)

@@ -22,7 +22,8 @@ async function ask(path) {
   try {
     const answer = await fetch(path, { headers, cache: "no-store", redirect: "error" });
     if (answer.status === 401) return { ok: false, locked: true, data: { error: "The token is not accepted." } };
-    return { ok: answer.ok, data: await answer.json() };
+    const data = await answer.json().catch(() => ({ error: `The worker answers with status ${answer.status}.` }));
+    return { ok: answer.ok, data };
   } catch {
     return { ok: false, data: { error: "The worker does not answer." } };
   }

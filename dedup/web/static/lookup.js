@@ -22,13 +22,20 @@ export class Lookup {
     this.#input.value = id;
     this.#asked += 1;
     const number = this.#asked;
+    const bytes = new TextEncoder().encode(id).length;
+    if (bytes > this.#input.maxLength) {
+      this.#answer.replaceChildren(wrong(`This ID has ${count(bytes)} bytes, and one of at most ${count(this.#input.maxLength)} can be looked up.`));
+      return;
+    }
     this.#answer.replaceChildren(element("p", {}, "Looking up …"));
-    const { ok, data } = await this.#ask(`/api/ids/${place(id)}`);
+    const { ok, data } = await this.#ask(`/api/ids?id=${encodeURIComponent(id)}`);
     if (number !== this.#asked) return; // another lookup has started in the meantime
-    this.#answer.replaceChildren(...(ok ? answerOf(data) : [element("p", { class: "wrong" }, data.error ?? "No answer.")]));
+    this.#answer.replaceChildren(...(ok ? answerOf(data) : [wrong(data.error ?? "No answer.")]));
     this.#answer.scrollIntoView({ block: "nearest" });
   }
 }
+
+const wrong = (text) => element("p", { class: "wrong" }, text);
 
 function answerOf(found) {
   const parts = found.sightings.map((seen) => facts([
@@ -41,8 +48,8 @@ function answerOf(found) {
   const head = found.sightings.length
     ? `${found.id}: ${found.sightings.length === 1 ? "one sighting" : `${found.sightings.length} sightings`}`
     : `${found.id}: ${found.unreached.length ? "not known to the workers that answered" : "not known: never seen, or its sighting has expired"}`;
-  const silent = found.unreached.map((row) => element(
-    "p", { class: "wrong" }, `${which(row.partitions)} not asked: ${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
+  const silent = found.unreached.map((row) => wrong(
+    `${which(row.partitions)} not asked: ${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
   ));
   const asked = `${found.asked.length} of ${found.partitions} partitions were asked` +
     `${found.belongs_to === null ? "" : `; this ID belongs to partition ${found.belongs_to}`}.`;

@@ -155,7 +155,20 @@ async def test_a_long_id_is_looked_up_and_a_longer_one_is_refused():
     async with WebServer(web(), Worker()) as pages:
         for text in ("x" * 65_536, "\u20ac" * 21_845):
             assert json.loads((await get(pages, f"/api/ids/{quote(text)}"))[1])["id"] == text
-        assert (await get(pages, f"/api/ids/{'x' * 65_537}"))[0] == 414
+        code, told = await get(pages, f"/api/ids/{'x' * 65_537}")
+        assert (code, json.loads(told)) == (
+            414,
+            {"error": "ID: has 65,537 bytes, and one of at most 65,536 can be looked up"},
+        )
+
+
+async def test_an_id_may_be_a_step_that_browsers_remove_from_a_path():
+    async with WebServer(web(), Worker()) as pages:
+        for text in (".", "..", "../x", "a b&c=d", "a\n", "\u20ac"):
+            assert json.loads((await get(pages, f"/api/ids?id={quote(text, safe='')}"))[1])["id"] == text
+        for page in ("/api/ids", "/api/ids?id="):
+            code, told = await get(pages, page)
+            assert (code, json.loads(told)) == (400, {"error": "ID: is empty; name the ID to look up"})
 
 
 async def test_a_reader_that_no_longer_reads_does_not_keep_a_worker_from_stopping():
@@ -174,6 +187,7 @@ async def test_a_reader_that_no_longer_reads_does_not_keep_a_worker_from_stoppin
     "request_line",
     [
         b"GET /api/ids/\xff HTTP/1.1",
+        b"GET /api/ids?id=\xff HTTP/1.1",
         b"GET /" + b"a" * 300_000 + b" HTTP/1.1",
         b"\x16\x03\x01\x02\x00\x01",
         b"GET / FTP",
