@@ -261,6 +261,37 @@ def test_a_token_is_asked_for_and_no_data_is_shown_before(open_page: Open, serve
     assert TOKEN not in page.url
 
 
+def test_a_token_that_no_browser_can_send_is_refused_and_asked_for_again(open_page: Open, serve: Serve) -> None:
+    """Was: "No answer from this worker; retrying", without the form, until the tab was closed."""
+    page = open_page(serve(Staged(), token=Secret(TOKEN)), expected=("401",))
+    box = page.get_by_label("This worker requires its token")
+    box.fill(f"{TOKEN}\u200b")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("not ASCII and may be invisible")
+    box.fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(row(page, "orders/0")).to_contain_text("running")
+    expect(box).to_be_hidden()
+
+
+def test_a_page_whose_token_is_no_longer_accepted_says_since_when(open_page: Open, serve: Serve) -> None:
+    """Was: the old figures under a clock that stood still and a green "No issues"."""
+    page = open_page(serve(Staged(tasks=(running(0),)), token=Secret(TOKEN)), expected=("401",))
+    box = page.get_by_label("This worker requires its token")
+    box.fill(TOKEN)
+    page.keyboard.press("Enter")
+    verdict = page.locator("#verdict")
+    expect(verdict).to_have_text("No issues")
+    page.route("**/api/**", lambda route: route.fulfill(status=401))
+    expect(verdict).to_contain_text("The token is no longer accepted; no figures since")
+    expect(page.locator("#attention")).to_have_class("error")
+    expect(page.locator("#connection")).to_have_class("lost")
+    page.unroute("**/api/**")
+    box.fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(verdict).to_have_text("No issues")
+
+
 def test_an_id_that_browsers_remove_from_a_path_and_one_that_is_too_long_are_answered(
     open_page: Open, serve: Serve
 ) -> None:

@@ -188,6 +188,7 @@ async function look() {
     const given = sessionStorage.getItem(TOKEN) !== null;
     sessionStorage.removeItem(TOKEN);
     if (given) write(by("token-wrong"), "This is not the worker's token.");
+    connection(lastMs === null ? "" : `The token is no longer accepted; no figures since ${clock(lastMs)} UTC`, lastMs !== null);
   } else {
     connection(`No answer from this worker${lastMs === null ? "" : ` since ${clock(lastMs)} UTC`}; retrying`, true);
   }
@@ -200,9 +201,13 @@ async function live() {
 
 by("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  write(by("token-wrong"), "");
-  sessionStorage.setItem(TOKEN, by("token").value);
+  const given = by("token").value;
   by("token").value = "";
+  // The browser cannot send all other characters, and a token never contains them.
+  const fit = /^[ -~]*$/.test(given);
+  write(by("token-wrong"), fit ? "" : "This is not the worker's token. It contains a character that is not ASCII and may be invisible.");
+  if (!fit) return;
+  sessionStorage.setItem(TOKEN, given);
   look();
 });
 by("pause").addEventListener("click", () => {
