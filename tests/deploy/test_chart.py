@@ -17,14 +17,21 @@ from tests.deploy.conftest import tool
 from tests.deploy.test_files import CONFIG, KUBERNETES, VERSIONS, load, manifests, settings_of
 
 CHART = CONFIG / "helm" / "dedup"
+EXAMPLE = CONFIG / "helm" / "orders.yaml"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 HELM_LABELS = {"app.kubernetes.io/version", "app.kubernetes.io/managed-by", "helm.sh/chart"}
 
 
-def rendered(*options: str, version: str = VERSIONS[-1]) -> dict[str, Any]:
+def helm(*options: str, version: str = VERSIONS[-1], values: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
+    """Render the release `orders`."""
+    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--kube-version", version]
+    command += ["--values", str(values), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def rendered(*options: str, version: str = VERSIONS[-1], values: Path = EXAMPLE) -> dict[str, Any]:
     """Return the manifests of the release `orders` by kind."""
-    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--kube-version", version, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = helm(*options, version=version, values=values)
     assert done.returncode == 0, done.stderr
     return {each["kind"]: each for each in YAML(typ="safe").load_all(done.stdout) if each}
 
@@ -42,7 +49,7 @@ def without_helm(found: Any) -> Any:
     return [without_helm(each) for each in found] if isinstance(found, list) else found
 
 
-def test_the_default_values_make_the_manifests_of_the_kustomization():
+def test_the_example_makes_the_manifests_of_the_kustomization():
     made = rendered()
     for name in manifests():
         wanted = load(KUBERNETES / name)
@@ -61,6 +68,37 @@ def test_the_config_map_is_the_topology_and_the_config_of_the_kustomization(tmp_
     both = [(KUBERNETES / "topology.yaml").read_text(encoding="utf-8"), data["topology.yaml"]]
     assert parse(both[0], name="t") == parse(both[1], name="t")
     assert settings_of(tmp_path / "worker.yaml", tmp_path) == settings_of(KUBERNETES / "worker.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        # Was: repartitioned by nothing, so the same ID in two partitions was forwarded twice; stopped at 4 GiB of state.
+        {"tracking_id": {"header": "id"}, "output": {"topic": "payments.unique"}},
+        # Was: observed only, by its file, and forwarded all the same.
+        {"tracking_id": {"field": "payment"}},
+    ],
+)
+def test_a_users_topology_and_security_are_theirs_alone(topology, tmp_path):
+    topology = {"dedup": 1, "name": "payments", "source": {"topics": ["payments"]}, "guard_period": "1h", **topology}
+    config = {"brokers": ["kafka:9092"], "security": {"protocol": "PLAINTEXT"}}
+    values = tmp_path / "my-values.yaml"
+    values.write_text(json.dumps({"topology": topology, "config": config}), encoding="utf-8")
+    data = rendered(values=values)["ConfigMap"]["data"]
+    assert parse(data["topology.yaml"], name="t") == parse(json.dumps(topology), name="t")
+    (tmp_path / "worker.yaml").write_text(data["worker.yaml"], encoding="utf-8")
+    security = settings_of(tmp_path / "worker.yaml", tmp_path).security
+    (tmp_path / "plain.yaml").write_text(json.dumps(config), encoding="utf-8")
+    assert security == settings_of(tmp_path / "plain.yaml", tmp_path).security
+
+
+def test_without_a_topology_helm_says_that_it_is_missing(tmp_path):
+    values = tmp_path / "my-values.yaml"
+    values.write_text("replicas: 3\n", encoding="utf-8")
+    done = helm(values=values)
+    assert done.returncode == 1
+    assert "missing property 'topology'" in done.stderr
+    assert "missing property 'brokers'" in done.stderr
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -118,7 +156,9 @@ def test_another_topology_replaces_the_pods():
 
 
 def values() -> Any:
-    return load(CHART / "values.yaml")
+    """Return the values of the example, with the chart's defaults."""
+    defaults, example = load(CHART / "values.yaml"), load(EXAMPLE)
+    return {**defaults, **example, "config": {**defaults["config"], **example["config"]}}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +191,7 @@ def test_a_wrong_value_is_refused(path, wrong):
 
 
 def test_helm_refuses_by_the_schema():
-    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--set", "storage.size=40GB"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = helm("--set", "storage.size=40GB")
     assert done.returncode == 1
     assert "40GB" in done.stderr or "storage" in done.stderr
 
