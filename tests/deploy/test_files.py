@@ -133,6 +133,13 @@ class TestCompose:
         (token,) = services["prometheus"]["secrets"]
         assert job["authorization"]["credentials_file"] == f"/run/secrets/{token}"
 
+    def test_down_keeps_the_topics_if_it_keeps_the_state(self):
+        """Was: `down` kept the state but not the changelog, so after the next `up` each worker ended with exit 3, again and again."""
+        kafka = load(self.FILE)["services"]["kafka"]
+        (volume,) = kafka["volumes"]
+        # The image makes this directory, and its user owns it; Kafka's default, /tmp/kafka-logs, goes with the container.
+        assert volume == f"kafka:{kafka['environment']['KAFKA_LOG_DIRS']}" == "kafka:/var/lib/kafka/data"
+
     def test_the_kafka_image_is_the_one_the_tests_use(self):
         assert load(self.FILE)["services"]["kafka"]["image"] == IMAGE
 
