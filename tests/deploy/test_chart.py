@@ -22,16 +22,18 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 HELM_LABELS = {"app.kubernetes.io/version", "app.kubernetes.io/managed-by", "helm.sh/chart"}
 
 
-def helm(*options: str, version: str = VERSIONS[-1], values: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
-    """Render the release `orders`."""
-    command = [tool("helm", "the Helm project"), "template", "orders", str(CHART), "--kube-version", version]
+def helm(
+    *options: str, version: str = VERSIONS[-1], values: Path = EXAMPLE, release: str = "orders"
+) -> subprocess.CompletedProcess[str]:
+    """Render a release."""
+    command = [tool("helm", "the Helm project"), "template", release, str(CHART), "--kube-version", version]
     command += ["--values", str(values), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def rendered(*options: str, version: str = VERSIONS[-1], values: Path = EXAMPLE) -> dict[str, Any]:
-    """Return the manifests of the release `orders` by kind."""
-    done = helm(*options, version=version, values=values)
+def rendered(*options: str, **how: Any) -> dict[str, Any]:
+    """Return the manifests of a release, by kind."""
+    done = helm(*options, **how)
     assert done.returncode == 0, done.stderr
     return {each["kind"]: each for each in YAML(typ="safe").load_all(done.stdout) if each}
 
@@ -109,6 +111,26 @@ def test_what_is_rendered_is_valid_by_the_published_schema(version, more):
         kubernetes_validate.validate(document, version, strict=True)
     assert ("HorizontalPodAutoscaler" in made) is bool(more)
     assert ("replicas" in made["StatefulSet"]["spec"]) is not bool(more)
+
+
+@pytest.mark.parametrize("release", ["2024", "true", "1e3", 46 * "a"])
+def test_names_that_yaml_reads_as_a_number_stay_names(release):
+    """Was: labels that are no strings, which the API refuses."""
+    odd = ("--set-string", "secretName=1e3,network.monitoringNamespace=12,storage.className=7")
+    made = rendered(*odd, release=release)
+    for document in made.values():
+        kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+        assert document["metadata"]["name"] == f"dedup-{release}"
+        assert document["metadata"]["labels"]["app.kubernetes.io/instance"] == release
+    assert made["StatefulSet"]["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "7"
+
+
+@pytest.mark.parametrize("release", ["a.b", 47 * "a"])
+def test_a_release_whose_name_makes_no_pods_is_refused(release):
+    done = helm(release=release)
+    assert done.returncode == 1
+    assert f'The name of the release, "{release}"' in done.stderr
+    assert "at most 46 characters without dots" in done.stderr
 
 
 def test_a_schema_stands_beside_the_topology(tmp_path):

@@ -1,9 +1,13 @@
 {{- define "dedup.name" -}}
+{{- /* A Service's name has no dot. A StatefulSet with a name of more than 52 characters makes no pods: a label would be too long. */}}
+{{- if or (contains "." .Release.Name) (gt (len .Release.Name) 46) }}
+{{- fail (printf "The name of the release, %q, becomes part of the names of pods and of a Service: choose one of at most 46 characters without dots." .Release.Name) }}
+{{- end -}}
 dedup-{{ .Release.Name }}
 {{- end }}
 {{- define "dedup.selector" -}}
 app.kubernetes.io/name: dedup
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- define "dedup.labels" -}}
 {{ include "dedup.selector" . }}
