@@ -133,11 +133,21 @@ def test_a_release_whose_name_makes_no_pods_is_refused(release):
     assert "at most 46 characters without dots" in done.stderr
 
 
-def test_a_schema_stands_beside_the_topology(tmp_path):
-    (tmp_path / "o.avsc").write_text('{"type":"record",\n "name":"R","fields":[]}\n', encoding="utf-8")
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type":"record",\n "name":"R","fields":[]}\n',
+        '  {"type": "record"}\n',  # was: "YAML parse error"
+        "\n\n\tsyntax = 'proto3';  \n// a: b # c\n\n",
+        "no end of line",
+        "a" + 300 * " b" + "\r\n  c\r\n",
+    ],
+)
+def test_a_schema_stands_beside_the_topology(text, tmp_path):
+    (tmp_path / "o.avsc").write_bytes(text.encode())
     data = rendered("--set-file", f"files.o\\.avsc={tmp_path / 'o.avsc'}")["ConfigMap"]["data"]
     assert data.keys() == {"topology.yaml", "worker.yaml", "o.avsc"}
-    assert data["o.avsc"] == (tmp_path / "o.avsc").read_text(encoding="utf-8")
+    assert data["o.avsc"] == text
 
 
 @pytest.mark.parametrize(
