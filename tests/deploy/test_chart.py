@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import kubernetes_validate
@@ -177,6 +180,76 @@ def test_an_upgrade_leaves_the_number_of_workers_to_keda_if_replicas_is_null(giv
         assert made["StatefulSet"]["spec"].get("replicas", "left out") == ("left out" if given is None else given)
         assert "HorizontalPodAutoscaler" not in made
         kubernetes_validate.validate(made["StatefulSet"], VERSIONS[-1], strict=True)
+
+
+class ClusterWithFleet(http.server.BaseHTTPRequestHandler):
+    """What Helm asks an API server for when a chart looks up a StatefulSet."""
+
+    volume: ClassVar[dict[str, Any]] = {}
+    """The spec of the volumes that are there."""
+
+    def do_GET(self) -> None:
+        """Answer with one StatefulSet, in namespace dedup."""
+        version = {"groupVersion": "apps/v1", "version": "v1"}
+        kind = {"name": "statefulsets", "singularName": "", "namespaced": True, "kind": "StatefulSet", "verbs": ["get"]}
+        found = {
+            "/version": {"major": "1", "minor": "37", "gitVersion": "v1.37.0"},
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+            "/apis": {"kind": "APIGroupList", "groups": [{"name": "apps", "versions": [version]}]},
+            "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", "resources": [kind]},
+            "/apis/apps/v1/namespaces/dedup/statefulsets/dedup-orders": {
+                "apiVersion": "apps/v1",
+                "kind": "StatefulSet",
+                "metadata": {"name": "dedup-orders", "namespace": "dedup"},
+                "spec": {"replicas": 3, "volumeClaimTemplates": [{"spec": self.volume}]},
+            },
+        }.get(self.path.partition("?")[0])
+        self.send_response(404 if found is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        absent = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        self.wfile.write(json.dumps(found or absent).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is logged."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[[str, str | None], list[str]]]:
+    """Return what makes a cluster with volumes of a size and a class, and returns Helm's options to ask it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClusterWithFleet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def start(size: str, name: str | None) -> list[str]:
+            ClusterWithFleet.volume = {"resources": {"requests": {"storage": size}}, "storageClassName": name}
+            address = f"http://127.0.0.1:{server.server_port}"
+            return ["--dry-run=server", "--namespace", "dedup", "--kube-apiserver", address]
+
+        yield start
+        server.shutdown()
+
+
+@pytest.mark.parametrize("more", ["storage.size=80Gi", "storage.className=fast"])
+def test_an_upgrade_to_other_volumes_is_refused_before_it_changes_anything(cluster, more):
+    """Was: the ConfigMap was changed, the StatefulSet was not, so pods that restarted later had another topology."""
+    done = helm(*cluster("40Gi", None), "--set", more)
+    assert done.returncode == 1
+    assert 'the volumes of StatefulSet dedup-orders (size 40Gi, class "")' in done.stderr
+    assert '"Larger volumes" in docs/how-to-deploy.md' in done.stderr
+    assert "\n### Larger volumes\n" in (CONFIG.parent / "docs" / "how-to-deploy.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "more"),
+    [
+        ("40Gi", None, []),
+        ("40Gi", "fast", ["--set", "storage.className=fast"]),
+        ("2Ti", None, ["--set", "storage.size=2048Gi"]),  # as the API writes it
+    ],
+)
+def test_an_upgrade_with_the_same_volumes_is_taken(cluster, size, name, more):
+    assert rendered(*cluster(size, name), *more)["StatefulSet"]["spec"]["replicas"] == 3
 
 
 def test_another_topology_replaces_the_pods():

@@ -19,3 +19,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 name: {{ include "dedup.name" . }}
 labels: {{- include "dedup.labels" . | nindent 2 }}
 {{- end }}
+{{- /* The size of a volume in MiB: the API writes 1024Gi as 1Ti. */}}
+{{- define "dedup.mebibytes" -}}
+{{- mul (regexFind "^[0-9]+" .) (get (dict "Mi" 1 "Gi" 1024 "Ti" 1048576 "Pi" 1073741824) (regexFind "[A-Z]i$" .) | default 0) }}
+{{- end }}
