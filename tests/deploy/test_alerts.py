@@ -121,14 +121,15 @@ def test_prometheus_takes_every_expression_of_the_dashboard(promtool, tmp_path):
     run(promtool, "check", "rules", str(path))
 
 
-def test_prometheus_takes_the_config(promtool, tmp_path):
-    text = (ROOT / "config" / "prometheus.yaml").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["prometheus.yaml", "prometheus-kubernetes.yaml"])
+def test_prometheus_takes_the_config(promtool, name, tmp_path):
+    text = (ROOT / "config" / name).read_text(encoding="utf-8").replace("/etc/prometheus/alerts.yaml", str(ALERTS))
     token = tmp_path / "token"
     token.write_text("t", encoding="utf-8")
-    moved = text.replace("/etc/prometheus/alerts.yaml", str(ALERTS)).replace("/run/secrets/web_token", str(token))
-    assert moved.count(str(tmp_path)) == 1
-    (tmp_path / "prometheus.yaml").write_text(moved, encoding="utf-8")
-    run(promtool, "check", "config", str(tmp_path / "prometheus.yaml"))
+    moved, tokens = re.subn(r"(?<=credentials_file: )[^}]+", str(token), text)
+    assert tokens == 1
+    (tmp_path / name).write_text(moved, encoding="utf-8")
+    run(promtool, "check", "config", str(tmp_path / name))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def without_helm(found: Any) -> Any:
             key: without_helm(value) for key, value in found.items() if key not in {*HELM_LABELS, "checksum/config"}
         }
         labels = kept.get("labels")
+        if not kept.get("annotations", True):
+            del kept["annotations"]
         if "name" in kept and labels == {"app.kubernetes.io/name": "dedup", "app.kubernetes.io/instance": "orders"}:
             del kept["labels"]  # config/kubernetes labels pods only
         return kept

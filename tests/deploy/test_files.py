@@ -212,6 +212,28 @@ class TestKubernetes:
         pages = {worker[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
         assert pages == OPEN_PAGES
 
+    def test_prometheus_finds_the_workers_and_has_their_token(self):
+        """Was: the pods asked to be scraped by annotations, which have no token, so each scrape was answered with 401."""
+        for path in POD_SPECS:
+            assert "prometheus.io/" not in path.read_text(encoding="utf-8"), path
+        service = load(KUBERNETES / "service.yaml")
+        namespace = load(KUBERNETES / "kustomization.yaml")["namespace"]
+        (port,) = service["spec"]["ports"]
+        (job,) = load(CONFIG / "prometheus-kubernetes.yaml")["scrape_configs"]
+        wanted = f"_{port['name']}._tcp.{service['metadata']['name']}.{namespace}.svc"
+        assert job["dns_sd_configs"] == [{"names": [wanted]}]
+        spec = load(KUBERNETES / "statefulset.yaml")["spec"]["template"]["spec"]
+        (secret,) = [each["secret"]["secretName"] for each in spec["volumes"] if "secret" in each]
+        token = Path(load(KUBERNETES / "worker.yaml")["web"]["token"].removesuffix("}")).name
+        assert job["authorization"]["credentials_file"] == f"/etc/prometheus/secrets/{secret}/{token}"
+        monitor = load(CONFIG / "podmonitor.yaml")
+        assert monitor["metadata"]["namespace"] == namespace
+        assert monitor["spec"]["selector"] == load(KUBERNETES / "statefulset.yaml")["spec"]["selector"]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] == spec["containers"][0]["ports"][0]["name"]
+        assert endpoint["authorization"]["credentials"] == {"name": secret, "key": token}
+        assert endpoint["relabelings"][0] == {"targetLabel": "job", "replacement": job["job_name"]}
+
     @pytest.mark.parametrize("path", POD_SPECS, ids=lambda path: path.parent.name)
     def test_a_service_of_a_similar_name_adds_no_variables_to_a_pod(self, path):
         """Was: after the next restart, each worker refused DEDUP_..._SERVICE_HOST as an unknown setting."""
