@@ -19,13 +19,17 @@ import time
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
+
+from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
     from dedup.settings import Secret, Security, Settings
@@ -39,7 +43,7 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
         return self._secret.get_secret_value()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Connection:
     """Describes how to reach a cluster: the brokers, the credentials, and the time limits."""
 
@@ -56,10 +60,13 @@ class Connection:
         return cls(settings.brokers, settings.security, client_id)
 
     def security_options(self) -> dict[str, Any]:
-        """Return aiokafka's options for TLS and SASL. TLS connections use TLS 1.2 or later and verify host names."""
+        """Return aiokafka's options for TLS and SASL. TLS connections use TLS 1.2 or later and verify host names.
+
+        Raises SettingsError if a file of certificates or keys cannot be used.
+        """
         options: dict[str, Any] = {"security_protocol": self.security.protocol}
         if self.security.protocol in {"SSL", "SASL_SSL"}:
-            options["ssl_context"] = self._tls()
+            options["ssl_context"] = self._tls
         if self.security.protocol.startswith("SASL"):
             options["sasl_mechanism"] = self.security.mechanism
         if self.security.mechanism == "OAUTHBEARER" and self.security.password is not None:
@@ -80,13 +87,57 @@ class Connection:
             **self.security_options(),
         }
 
+    @cached_property
     def _tls(self) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self.security.ca_file)
+        """The TLS context. The files are read once, so that `diagnose` sees what the connection's clients see."""
+        security = self.security
+        context = _trusting(security.ca_file) if security.ca_file else ssl.create_default_context()
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if self.security.cert_file:
-            key_password = self.security.key_password.get_secret_value() if self.security.key_password else None
-            context.load_cert_chain(self.security.cert_file, self.security.key_file, key_password)
+        if security.cert_file and security.key_file:
+            _refuse_other_file("cert_file", security.cert_file, "CERTIFICATE")
+            _refuse_other_file("key_file", security.key_file, "PRIVATE KEY")
+            try:
+                context.load_cert_chain(security.cert_file, security.key_file, self._key_password)
+            except ssl.SSLError as error:
+                why = f"security.key_password is wrong, or this file or {security.cert_file} is damaged"
+                if error.reason == "KEY_VALUES_MISMATCH":
+                    why = f"the key does not belong to the certificate in {security.cert_file}"
+                _refuse_file("key_file", security.key_file, why)
+            except ValueError as error:
+                _refuse_file("key_file", security.key_file, str(error))
         return context
+
+    def _key_password(self) -> str:
+        """Return the password of the key. OpenSSL calls this function only if the key is encrypted.
+
+        Raises ValueError if there is no password. Without this function, OpenSSL would ask for one on the terminal.
+        """
+        if self.security.key_password is None:
+            raise ValueError("the key is encrypted; set security.key_password")
+        return self.security.key_password.get_secret_value()
+
+
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    """Return a TLS context that trusts the CAs in a file. Raises SettingsError if the file cannot be used."""
+    _refuse_other_file("ca_file", ca_file, "CERTIFICATE")
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError:
+        _refuse_file("ca_file", ca_file, "a certificate in it is damaged")
+
+
+def _refuse_other_file(key: str, path: str, kind: str) -> None:
+    """Raise SettingsError unless a file can be read and contains a PEM block of a kind."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        _refuse_file(key, path, error.strerror)
+    if f"{kind}-----".encode() not in content:
+        _refuse_file(key, path, f"it contains no {kind.lower()} in PEM format")
+
+
+def _refuse_file(key: str, path: str, why: str | None) -> NoReturn:
+    raise SettingsError([Problem(f"security.{key}", f"{path} cannot be used: {why}")])
 
 
 T = TypeVar("T")

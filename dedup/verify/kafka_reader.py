@@ -23,6 +23,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, ResourceType  # type: ignore[attr-defined]  # exported, undeclared
 
 from dedup.errors import BrokerUnavailable
+from dedup.kafka.connection import Connection
 from dedup.settings import Settings
 from dedup.verify.compare import Headers
 
@@ -443,7 +444,11 @@ class KafkaReader:
 
 
 def client_config(settings: Settings) -> dict[str, Any]:
-    """Return the librdkafka configuration for these settings."""
+    """Return the librdkafka configuration for these settings.
+
+    Raises SettingsError if a file of certificates or keys cannot be used.
+    """
+    Connection.of(settings).security_options()  # librdkafka's error does not name the file
     security = settings.security
     by_token = security.mechanism == "OAUTHBEARER"
     wanted = {

@@ -1,12 +1,14 @@
 """What stands between us and a listener, by listeners that are not Kafka; the rest is in tests/chaos/test_security.py."""
 
 import asyncio
+import subprocess
 
 import pytest
 
+from dedup.errors import SettingsError
 from dedup.kafka import connection as diagnosing
 from dedup.kafka.connection import PASSING, Connection, Diagnosis, Trouble, diagnose, most_telling
-from dedup.settings import Security
+from dedup.settings import Secret, Security
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +69,67 @@ def test_every_trouble_has_a_sentence_that_says_what_to_do(trouble, protocol):
     text = diagnosing._sentence(trouble, connection)
     assert ". " in text
     assert "None" not in text or protocol != "SASL_SSL"
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory):
+    """Return a directory with two certificates with their keys, of which b.key is encrypted, and unusable files."""
+    directory = tmp_path_factory.mktemp("pem")
+    (directory / "text.pem").write_text("nothing yet")
+    (directory / "bad.pem").write_text("-----BEGIN CERTIFICATE-----\nABCD\n-----END CERTIFICATE-----\n")
+    new = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=me")
+    for name, protect in {"a": ("-nodes",), "b": ("-passout", "pass:right")}.items():
+        files = ("-keyout", directory / f"{name}.key", "-out", directory / f"{name}.pem")
+        subprocess.run([*new, *protect, *files], check=True, capture_output=True)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("ca", "cert", "key", "password", "says"),
+    [
+        ("typo.pem", "", "", None, "security.ca_file: {}/typo.pem cannot be used: No such file or directory"),
+        ("text.pem", "", "", None, "security.ca_file: {}/text.pem cannot be used: it contains no certificate in PEM"),
+        ("bad.pem", "", "", None, "security.ca_file: {}/bad.pem cannot be used: a certificate in it is damaged"),
+        ("a.pem", "typo.pem", "a.key", None, "security.cert_file: {}/typo.pem cannot be used: No such file"),
+        ("a.pem", "a.key", "a.key", None, "security.cert_file: {}/a.key cannot be used: it contains no certificate"),
+        ("a.pem", "a.pem", ".", None, "security.key_file: {}/. cannot be used: Is a directory"),
+        ("a.pem", "a.pem", "a.pem", None, "security.key_file: {}/a.pem cannot be used: it contains no private key"),
+        ("a.pem", "b.pem", "a.key", None, "security.key_file: {}/a.key cannot be used: the key does not belong to the"),
+        ("a.pem", "b.pem", "b.key", None, "security.key_file: {}/b.key cannot be used: the key is encrypted; set sec"),
+        (
+            "a.pem",
+            "b.pem",
+            "b.key",
+            "wr0ng",
+            "security.key_file: {}/b.key cannot be used: security.key_password is wrong",
+        ),
+        (
+            "a.pem",
+            "b.pem",
+            "b.key",
+            "n" * 2000,
+            "security.key_file: {}/b.key cannot be used: password cannot be longer",
+        ),
+        (
+            "a.pem",
+            "bad.pem",
+            "a.key",
+            None,
+            "security.key_file: {}/a.key cannot be used: security.key_password is wrong",
+        ),
+        ("a.pem", "b.pem", "b.key", "right", None),
+    ],
+)
+async def test_a_tls_file_that_cannot_be_used_is_named(pem, ca, cert, key, password, says):
+    """Was: a traceback without the file's name, and with an encrypted key, OpenSSL asked for its password."""
+    files = {"ca_file": ca, "cert_file": cert, "key_file": key}
+    files = {name: f"{pem}/{file}" if file else None for name, file in files.items()}
+    security = Security(protocol="SSL", key_password=password and Secret(password), **files)
+    connection = Connection(("127.0.0.1:1",), security)
+    if says is None:
+        assert connection.security_options()["ssl_context"].get_ca_certs()
+        return
+    with pytest.raises(SettingsError) as wrong:
+        await diagnose(connection)
+    assert str(wrong.value).startswith(says.format(pem))
+    assert password is None or password not in str(wrong.value)

@@ -6,8 +6,8 @@ from typing import ClassVar
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from dedup.errors import BrokerUnavailable
-from dedup.settings import Settings
+from dedup.errors import BrokerUnavailable, SettingsError
+from dedup.settings import Security, Settings
 from dedup.verify import kafka_reader
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -176,3 +176,10 @@ def test_what_is_out_of_range_was_deleted_or_the_topic_is_not_what_it_was(monkey
     ):
         list(reader.read("in", 0, 0, 9))
     assert told.type is kind
+
+
+def test_a_ca_file_that_does_not_exist_is_named():
+    """Was: librdkafka's error, which names no file, with a traceback."""
+    security = Security(protocol="SSL", ca_file="/no/file")
+    with pytest.raises(SettingsError, match=r"security\.ca_file: /no/file cannot be used: No such file"):
+        KafkaReader(Settings(brokers=("127.0.0.1:1",), security=security))
