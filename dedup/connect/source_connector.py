@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 import time
 from collections import defaultdict, deque
@@ -43,6 +42,7 @@ from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import OWN_ROW, Header, Line
 from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
 from dedup.kafka.wire import TopicPartition
+from dedup.store.directory import open_more_files
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
 from dedup.worker.record_collector import DETAIL, ID, REASON, SLACK_BYTES, SOURCE
@@ -110,9 +110,7 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each file that matches the pattern stays open.
-            with suppress(ValueError, OSError):  # macOS refuses a hard limit of infinity as a soft limit.
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            open_more_files()  # Each file that matches the pattern stays open.
             source = Files(ingest.name, files, most_bytes)
         case TableSource() as table:
             source = NumberedRows(ingest.name, table, url, stopped)

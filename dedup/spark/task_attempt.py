@@ -48,7 +48,7 @@ from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
 from dedup.spark.session import ERRORS_BY_NAME, PicklableSettings, connected
-from dedup.store.directory import own_state
+from dedup.store.directory import open_more_files, own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
 from dedup.worker.dedup_task import DedupTask
@@ -125,7 +125,8 @@ class BatchReport:
 
 @cache
 def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
-    """Return the clock and the RocksDB memory limit shared by all attempts in a process."""
+    """Return the clock and the RocksDB memory limit shared by all attempts in a process, which opens many files."""
+    open_more_files()
     return SteadyClock(), RocksMemory()
 
 

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup.errors import DedupError
-from dedup.store.directory import NEW_SNAPSHOT_SUFFIX, SNAPSHOT_SUFFIX
+from dedup.store.directory import NEW_SNAPSHOT_SUFFIX, SNAPSHOT_SUFFIX, remedy_of
 
 log = logging.getLogger(__name__)
 
@@ -460,7 +460,7 @@ def _write(path: Path, data: bytes, first: int) -> None:
 
 
 def _no_room(path: Path, reason: str) -> str:
-    return f"{path}: {reason}. Nothing is lost: make room or give this user access, then restart."
+    return f"{path}: {reason}. Nothing is lost: {remedy_of(reason)}."
 
 
 def _size_bytes(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Names, checks, and deletes store directories, and keeps released stores open.
+"""Names, checks, and deletes store directories, keeps released stores open, and raises the limit of open files.
 
 It is safe to delete a store's directory while no worker uses it, because the state can be restored from the changelog.
 A directory that is a symbolic link or contains other files is refused and left unchanged.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,16 +33,34 @@ NEW_SNAPSHOT_SUFFIX: Final = ".bits-new"
 _MOST_LOG_BYTES: Final = 1 << 20
 _FORMAT: Final = "1"
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
+_TOO_MANY_FILES: Final = "Too many open files"
 NOT_THE_STORES_FAULT: Final = (
     "No space left",
     "File too large",
     "Disk quota",
     "Read-only file system",
     "Permission denied",
-    "Too many open files",
+    _TOO_MANY_FILES,
     "Cannot allocate memory",
 )
 """Texts in RocksDB's error messages that show that the machine, not a damaged store, caused the error."""
+
+
+def open_more_files() -> None:
+    """Let this process open as many files as its hard limit allows, because each store may keep hundreds open.
+
+    Shells, and containers of newer releases of Docker, start processes with a soft limit of only 1,024 files.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses a hard limit of infinity as a soft limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def remedy_of(reason: str) -> str:
+    """Return what to do about an error that the machine, not a damaged store, has caused."""
+    if _TOO_MANY_FILES in reason:
+        return "raise the hard limit of open files (`ulimit -Hn`, or LimitNOFILE in a systemd unit), then restart"
+    return "make room or give this user access, then restart"
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:

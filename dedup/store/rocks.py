@@ -54,6 +54,7 @@ from dedup.store.directory import (
     limit_log,
     prepare_directory,
     refuse_other_owner,
+    remedy_of,
 )
 
 _POSITION: Final = struct.Struct(">Q")
@@ -151,8 +152,8 @@ def errors_of(directory: Path) -> Iterator[None]:
             raise in_use(directory) from error
         if any(reason in text for reason in NOT_THE_STORES_FAULT):
             raise DedupError(
-                f"{directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
-                "what is missing here is restored from the changelog."
+                f"{directory}: {text}. Nothing is lost: {remedy_of(text)}; what is missing here is restored from the "
+                "changelog."
             ) from error
         raise TaskCorrupted(f"{directory}: {text}. {RESTORE}") from error
 

@@ -6,7 +6,6 @@ The module sorts records into buckets by tracking ID (`spill`), and checks the o
 from __future__ import annotations
 
 import json
-import resource
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from dedup.core.reference_model import Feed, ModelRules
 from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.flow_loader import load_flow
+from dedup.store.directory import open_more_files
 from dedup.topology.model import LateTo, Topology, extractor_of
 from dedup.verify.compare import Column, SeenColumns, contents_of, digest, digests, out_of_order, time_of, without_time
 from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL, VERDICT_HEADER, SideTopic, extracted_of, forwarded_by_replay
@@ -487,9 +487,7 @@ def take_cut(
 
     Raises StateIncompatible if the topology and the cluster do not match.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each partition of the output needs two files.
-    with suppress(ValueError, OSError):  # macOS refuses a hard limit of infinity as a soft limit.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    open_more_files()  # Each partition of the output needs two files.
     found = offsets_of(topology, reader, report)
     partitions, committed, bounds, _ = found
     for topic, of_topic in committed.items():

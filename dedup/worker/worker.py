@@ -27,7 +27,7 @@ from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import DeadShare
 from dedup.settings import WORKER_ID, Settings
-from dedup.store.directory import StorePool, own_state
+from dedup.store.directory import StorePool, open_more_files, own_state
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import Topology
 from dedup.worker.dedup_task import DedupTask
@@ -455,6 +455,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     are judged and committed. Raises the error that made the worker fail.
     """
     settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
+    open_more_files()
     before = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD)
     try:

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import platform
+import resource
 import signal
 import socket
 import subprocess
@@ -80,6 +81,25 @@ def test_sigterm_ends_a_worker_that_still_waits_for_its_broker_also_as_pid_1():
                 assert worker.wait(timeout=30) == 128 + signal.SIGTERM
         finally:
             worker.kill()
+
+
+def test_a_worker_may_open_as_many_files_as_the_hard_limit_allows(tmp_path):
+    """Was: as few as a shell or a container allows at first, so that a worker with many stores ended."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        broker, state = f"brokers=127.0.0.1:{mute.getsockname()[1]}", f"state_dir={tmp_path}"
+        command = ["run", "topologies/simplest.yaml", "--set", broker, "--set", state]
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "dedup.cli.main", *command],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, most)),  # noqa: PLW1509
+        )
+        try:
+            connection, _ = mute.accept()
+            with connection:
+                assert resource.prlimit(worker.pid, resource.RLIMIT_NOFILE) == (most, most)
+        finally:
+            worker.kill()
+            worker.wait()
 
 
 def test_progress_counts_tasks_that_close_and_that_have_moved_away(monkeypatch, capsys):
