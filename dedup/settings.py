@@ -52,6 +52,7 @@ _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})"
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 _TOKEN: Final = re.compile(r"[!-~]+")
+_NO_ADDRESS: Final = 'is empty; write an address, such as "0.0.0.0" for all addresses, or leave it out'
 _NO_DIRECTORY: Final = "is empty; write a directory, or leave it out"
 _WEB_TOKEN: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -219,7 +220,7 @@ class Web(Keys):
 
     enabled: bool = True
     """Whether the worker serves web pages."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, accepting(str.strip, _NO_ADDRESS)] = "127.0.0.1"
     """Address to listen on. Any address other than a loopback address requires web.token."""
     port: Annotated[int, within(0, _LAST_PORT)] = 6066
     """Port to listen on. With 0, the system picks a free port."""

@@ -426,6 +426,13 @@ def test_a_page_has_a_port_that_there_can_be(port):
     assert f'web.advertise: "http://w-1:{port}" is not the address of a page' in said
 
 
+def test_an_empty_host_is_refused_where_it_is_written():
+    """Was: the pages were announced as http://:6066, and the worker ended with a traceback."""
+    assert problems("brokers: [a:1]\nweb: {host: ''}", DEDUP_WEB__TOKEN=CANARY) == [
+        'c.yaml:2:13: web.host: is empty; write an address, such as "0.0.0.0" for all addresses, or leave it out'
+    ]
+
+
 def test_another_host_does():
     settings = load("brokers: [a:1]\nweb: {host: 0.0.0.0}", DEDUP_WEB__TOKEN=CANARY)
     assert settings.web.token == Secret(CANARY)
