@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, cast
 import aiokafka
 import aiokafka.abc
 import faust
-from aiokafka.errors import KafkaError
+from aiokafka.errors import InvalidSessionTimeoutError, KafkaError
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from faust.assignor.client_assignment import ClientAssignment, ClientMetadata
 from faust.assignor.partition_assignor import PartitionAssignor
@@ -317,7 +317,7 @@ class Consumer(FaustConsumer):
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
             return None
-        return _not_a_member(self.app.conf.id, pending)
+        return _not_a_member(self.app, pending)
 
     async def _stay_member(self) -> None:
         """Poll, because aiokafka considers a member alive as long as it polls.
@@ -330,7 +330,7 @@ class Consumer(FaustConsumer):
             # This poll returns no records, because all partitions are paused.
             await self.client.getmany(timeout_ms=0)
         except KafkaError as error:  # The membership was lost during the poll.
-            raise self.lost_membership() or _not_a_member(self.app.conf.id, error) from error
+            raise self.lost_membership() or _not_a_member(self.app, error) from error
 
     def rejoin(self) -> None:
         """Ask the consumer group for a new assignment, unless a rebalance is in progress."""
@@ -640,10 +640,17 @@ class GroupAssignor(PartitionAssignor):
         return [number for group in groups for number in range(group * size, min((group + 1) * size, count))]
 
 
-def _not_a_member(group: str, cause: BaseException | None) -> BrokerUnavailable:
+def _not_a_member(app: DedupApp, cause: BaseException | None) -> BrokerUnavailable:
+    if isinstance(cause, InvalidSessionTimeoutError):
+        return BrokerUnavailable(
+            f"the brokers do not let this worker into the group {app.conf.id!r}, because they do not allow its "
+            f"session_timeout ({app.settings.session_timeout}). Set it to at least the brokers' "
+            "group.min.session.timeout.ms (6 s by default) and at most their group.max.session.timeout.ms (30 min by "
+            "default)."
+        )
     return BrokerUnavailable(
-        f"this worker is no longer a member of the group {group!r}: {cause!r}. Restart it; if this recurs, check the "
-        "broker's log and whether workers of other versions are in the group."
+        f"this worker is no longer a member of the group {app.conf.id!r}: {cause!r}. Restart it; if this recurs, check "
+        "the broker's log and whether workers of other versions are in the group."
     )
 
 

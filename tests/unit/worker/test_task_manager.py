@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiokafka.client import ConnectionGroup
 from aiokafka.conn import CloseReason
-from aiokafka.errors import GroupAuthorizationFailedError
+from aiokafka.errors import GroupAuthorizationFailedError, InvalidSessionTimeoutError
 from aiokafka.protocol.group import HeartbeatRequest
 from faust.types import TP
 
@@ -538,7 +538,8 @@ async def test_a_produce_connection_that_gives_no_answer_is_closed() -> None:
 def member(routine: Any, *, pending: BaseException | None = None, closed: bool = False) -> Any:
     coordinator = SimpleNamespace(_coordination_task=routine, _pending_exception=pending)
     client = SimpleNamespace(_coordinator=coordinator, _closed=closed)
-    app = SimpleNamespace(conf=SimpleNamespace(id="orders"), settings=SimpleNamespace(worker_id="orders-1"))
+    settings = SimpleNamespace(worker_id="orders-1", session_timeout="1s")
+    app = SimpleNamespace(conf=SimpleNamespace(id="orders"), settings=settings)
     return SimpleNamespace(client=client, app=app, _replaced=False)
 
 
@@ -554,6 +555,14 @@ async def test_a_membership_that_has_died_is_told() -> None:
         assert isinstance(found, BrokerUnavailable)
         assert "no longer a member of the group 'orders'" in str(found)
     forever.cancel()
+
+
+async def test_a_worker_whose_session_timeout_the_brokers_do_not_allow_says_so() -> None:
+    """Was: "is no longer a member", although it never was one, and "Restart it"."""
+    refused = member(None, pending=InvalidSessionTimeoutError())
+    found = str(Consumer.lost_membership(refused))
+    assert "they do not allow its session_timeout (1s). Set it to at least the brokers' group.min.session" in found
+    assert "Restart" not in found
 
 
 async def test_a_worker_whose_id_another_process_has_taken_ends() -> None:
