@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dedup.metrics import TaskNumbers
     from dedup.worker.faust_app import DedupApp
 
+log: Final = logging.getLogger(__name__)
 EVERY_S: Final = 0.5
 """The interval, in seconds, at which the progress line is updated."""
 _M_TRIM_THRESHOLD: Final = -1
@@ -88,7 +90,7 @@ def run(
             onto_existing_output=onto_existing_output,
             on_tick=progress.tick,
         )
-    progress.closing_line()
+    progress.closing_line(logged=quiet)
 
 
 def keep_freed_memory() -> bool:
@@ -139,10 +141,13 @@ class VerdictProgress:
     def _split(self) -> list[str]:
         return [f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count]
 
-    def closing_line(self) -> None:
-        """Print how many records this process judged, by verdict."""
-        head = f"judged {self.verdicts.total():,}:"
-        self._console.print(packed(head, self._split() or ["nothing"], self._console.width), highlight=False)
+    def closing_line(self, *, logged: bool = False) -> None:
+        """Print how many records this process judged, by verdict; or log it, in the format of the log."""
+        head, split = f"judged {self.verdicts.total():,}:", self._split() or ["nothing"]
+        if logged:
+            log.info("%s %s", head, "  ".join(split))
+        else:
+            self._console.print(packed(head, split, self._console.width), highlight=False)
 
 
 class RunProgress(VerdictProgress):
@@ -171,12 +176,12 @@ class RunProgress(VerdictProgress):
         per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
         self.show(counted(len(numbers), "task"), per_s, *restore_bar(numbers))
 
-    def closing_line(self) -> None:
-        """Print how many records this worker judged, by verdict."""
+    def closing_line(self, *, logged: bool = False) -> None:
+        """Print how many records this worker judged, by verdict; or log it, in the format of the log."""
         if self._app is not None:
             tasks = self._app.tasks
             self._add_up([*tasks.ended.values(), *(task.numbers for task in tasks.running.values())])
-        super().closing_line()
+        super().closing_line(logged=logged)
 
     def _add_up(self, counted: Iterable[TaskNumbers]) -> None:
         self.verdicts.clear()

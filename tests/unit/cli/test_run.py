@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
-from dedup.cli.run import RunProgress, VerdictProgress, restore_bar
+from dedup.cli.run import RunProgress, VerdictProgress, restore_bar, run
 from dedup.kafka.outage_lines import quiet_logging
 from dedup.metrics import TaskNumbers
 from tests.terminal import screen
@@ -130,6 +131,22 @@ def test_the_closing_line_is_complete_off_a_terminal(capsys):
         progress.tick(SimpleNamespace(tasks=SimpleNamespace(running={}, ended={("dedup", "t", 0): numbers})))
     progress.closing_line()
     assert "judged 3: unique 3" in capsys.readouterr().err
+
+
+def test_run_quiet_writes_only_the_log(monkeypatch, caplog, capsys):
+    """Was: the closing line was plain text, also amid a log in JSON."""
+
+    def judge(*_, on_tick, **__):
+        numbers = TaskNumbers(verdicts=Counter(unique=3, duplicate=2))
+        on_tick(SimpleNamespace(tasks=SimpleNamespace(running={}, ended={("dedup", "t", 0): numbers})))
+
+    monkeypatch.setattr("dedup.run", judge)
+    monkeypatch.setattr("dedup.cli.run.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("dedup.worker.logs.set_up_logging", lambda _: None)
+    caplog.set_level(logging.INFO)
+    run(Path("topologies/simplest.yaml"), overrides=["brokers=127.0.0.1:1"], quiet=True)
+    assert capsys.readouterr().err == ""
+    assert [each.getMessage() for each in caplog.records] == ["judged 5: duplicate 2  unique 3"]
 
 
 def test_a_log_line_is_above_the_progress_line_and_is_not_wrapped(monkeypatch, capsys):
