@@ -17,7 +17,7 @@ from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutco
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
 from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.connect.open_database import START_WITHIN_S
-from dedup.connect.source_connector import set_by_signals
+from dedup.connect.source_connector import ended_by_refusal, set_by_signals
 from dedup.connect.transactional_outbox import provide, wanted_topic
 from dedup.connect.upsert import RowMaker, make_tables, refuse_lost_table, table_of, write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, Problem, StateIncompatible, TopologyError
@@ -94,6 +94,7 @@ async def run_sink(
             last = topic.partitions - 1
             raise StateIncompatible(f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {last}.")
         stop = stack.enter_context(set_by_signals())
+        await stack.enter_async_context(ended_by_refusal(wire, stop))
         dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings, stop.is_set)
         consumer = FencedConsumer(
             wire, topology.name, topic, spec.url, partial(_prepare, spec), stop.is_set, gather_ms=GATHER_MS

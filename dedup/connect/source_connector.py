@@ -10,8 +10,8 @@ import logging
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, assert_never
@@ -46,6 +46,7 @@ from dedup.store.directory import open_more_files
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
 from dedup.worker.record_collector import DETAIL, ID, REASON, SLACK_BYTES, SOURCE
+from dedup.worker.task_manager import ended
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -135,6 +136,7 @@ async def run_ingest(
         async with Admin(wire.connection) as admin:
             topics = await make_topics(admin, ingest, settings, create=settings.topics.create)
         stop = stack.enter_context(set_by_signals())
+        await stack.enter_async_context(ended_by_refusal(wire, stop))
         name = f"{ingest.name}.ingest.0"
         outbox = TransactionalOutbox(
             wire, name, ingest.offsets_topic, settings, topics, stop.is_set, output=ingest.topic
@@ -161,6 +163,34 @@ def set_by_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def ended_by_refusal(wire: KafkaWire, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Inside the ``with`` block, set ``stop`` once all brokers refuse this process for good, as after a new password.
+
+    After the block, raise the BrokerUnavailable that says why. Nobody else notices a refusal, because requests that are
+    refused look like requests without an answer, which are repeated for ever.
+    """
+    refused: list[BrokerUnavailable] = []
+
+    async def watch() -> None:
+        try:
+            await wire.until_refused()
+        except BrokerUnavailable as error:
+            refused.append(error)
+            stop.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except BrokerUnavailable:  # what waited for a broker says only that it was stopped
+        if not refused:
+            raise
+    finally:
+        await ended([watching])
+    if refused:
+        raise refused[0]
 
 
 def topics_of(ingest: Ingest, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:

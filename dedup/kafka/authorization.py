@@ -23,7 +23,7 @@ from aiokafka.protocol.transaction import (
 
 from dedup.errors import BrokerUnavailable
 from dedup.kafka.client import metadata_request, sendable
-from dedup.kafka.connection import Connection, probing
+from dedup.kafka.connection import Connection, advertised, probing
 from dedup.kafka.requests import (
     API_VERSIONS,
     UNKNOWN_TOPIC,
@@ -80,9 +80,7 @@ class Rights:
 
     def advertised(self) -> tuple[str, ...]:
         """Return the addresses that the brokers advertise, as host:port."""
-        brokers = self._client.cluster.brokers()
-        named = {f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}" for each in brokers}
-        return tuple(sorted(named))
+        return advertised(self._client.cluster)
 
     async def lacking(self) -> dict[str, list[str]]:
         """Map each broker's address to the requests for which dedup and the broker share no API version."""

@@ -12,7 +12,7 @@ import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from struct import Struct
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
@@ -30,7 +30,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, answered_within, diagnose, most_telling, outlast_blocks
+from dedup.kafka.connection import Connection, answered_within, diagnose, most_telling, outlast_blocks, until_refused
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -171,6 +171,8 @@ class KafkaWire:
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
         self._client: AIOKafkaClient
+        self._failed: set[object] = set()
+        """The nodes that the client could not connect to since `until_refused` last looked."""
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
@@ -186,7 +188,7 @@ class KafkaWire:
         immediately.
         """
         client = AIOKafkaClient(**self.connection.client_options())
-        back_off(client)
+        self._failed = back_off(client)
         outlast_blocks(client)
         never_create_topics(client)
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
@@ -211,6 +213,10 @@ class KafkaWire:
     async def stop(self) -> None:
         """Close every connection."""
         await self._client.close()
+
+    async def until_refused(self) -> NoReturn:
+        """Raise BrokerUnavailable once all brokers refuse this process for good; see `connection.until_refused`."""
+        await until_refused(self.connection, self._client, self._failed)
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
         """See `Wire`."""
@@ -594,8 +600,10 @@ class KafkaWire:
             raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error
 
 
-def back_off(client: AIOKafkaClient) -> None:
+def back_off(client: AIOKafkaClient) -> set[object]:
     """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
+
+    Returns a set to which the client adds each node that it could not connect to. The caller may empty the set.
 
     The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
     the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
@@ -604,6 +612,7 @@ def back_off(client: AIOKafkaClient) -> None:
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}
     """Maps each unreachable node to its pause and the end of the pause, in seconds."""
+    failed: set[object] = set()
 
     async def connect_later(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
         clock_s, known = asyncio.get_running_loop().time, waits.get(node_id)
@@ -617,12 +626,15 @@ def back_off(client: AIOKafkaClient) -> None:
         made: AIOKafkaConnection | None = await connect(node_id, **options)
         if made is not None:
             waits.pop(node_id, None)
-        elif waits.get(node_id) == known:  # otherwise, another attempt has failed in the meantime
+            return made
+        failed.add(node_id)
+        if waits.get(node_id) == known:  # otherwise, another attempt has failed in the meantime
             pause_s = _FIRST_BACKOFF_S if known is None else min(2 * known[0], _MOST_BACKOFF_S)
             waits[node_id] = pause_s, clock_s() + pause_s
         return made
 
     client._get_conn = connect_later  # noqa: SLF001
+    return failed
 
 
 _update: Final = AIOKafkaClient._metadata_update  # noqa: SLF001  # aiokafka has no option for this

@@ -3,7 +3,8 @@
 The module also decides how long a client waits for a response (`answered_within`).
 
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
-`diagnose` connects to each broker separately to find the real cause.
+`diagnose` connects to each broker separately to find the real cause. `until_refused` finds out whether brokers that a
+running process cannot connect to refuse it, so that waiting is pointless.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
 
-from dedup.errors import Problem, SettingsError
+from dedup.errors import BrokerUnavailable, Problem, SettingsError
+from dedup.kafka.outage_lines import AWAY
 
 if TYPE_CHECKING:
     from dedup.settings import Secret, Security, Settings
@@ -232,6 +235,8 @@ def outlast_blocks(client: AIOKafkaClient) -> None:
     client._get_conn = connect_outlasting  # noqa: SLF001
 
 
+REFUSAL_LOOK_S: Final = 5.0
+"""The interval, in seconds, at which `until_refused` looks whether brokers refuse new connections."""
 PROBE_WITHIN_S: Final = 5.0
 # ApiVersions v0 with correlation ID 0 and no client ID. Every listener answers this request without authentication.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
@@ -296,10 +301,21 @@ class Diagnosis:
         return self.trouble in PASSING
 
 
-async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used, or an empty list if all brokers can be used."""
-    found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
+async def diagnose(connection: Connection, brokers: Sequence[str] = ()) -> list[Diagnosis]:
+    """Return a diagnosis for each broker that cannot be used, or an empty list if all brokers can be used.
+
+    ``brokers`` are the addresses to examine, or by default, those of the connection.
+    """
+    found = await asyncio.gather(*(_examined(connection, broker) for broker in brokers or connection.brokers))
     return [finding for finding in found if finding is not None]
+
+
+def advertised(cluster: ClusterMetadata) -> tuple[str, ...]:
+    """Return the addresses that the brokers of a cluster advertise, as host:port."""
+    named = {
+        f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}" for each in cluster.brokers()
+    }
+    return tuple(sorted(named))
 
 
 def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
@@ -308,6 +324,43 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     A permanent problem is more important than a temporary one.
     """
     return min(findings, key=lambda finding: finding.passing, default=None)
+
+
+async def until_refused(connection: Connection, client: AIOKafkaClient, failed: set[object]) -> NoReturn:
+    """Raise BrokerUnavailable once brokers have refused new connections, and none has accepted one, for `patience_ms`.
+
+    ``failed`` contains the nodes that the client could not connect to since the last look, which empties the set. The
+    client itself treats a broker that refuses it like one that does not respond, and such a broker never ends this
+    function. A refusal counts only if it lasts, because a broker that is starting may not know its users yet.
+    """
+    since_s = math.inf
+    while True:
+        await asyncio.sleep(REFUSAL_LOOK_S)
+        brokers = advertised(client.cluster)
+        # A process without work tries to connect only twice a minute, so after a refusal, each look asks again.
+        findings = await diagnose(connection, brokers) if failed or since_s < math.inf else []
+        failed.clear()
+        refusals = [each.sentence for each in findings if _refuses(each, connection)]
+        if refusals:
+            log.warning("%s", refusals[0], extra=AWAY)
+        now_s = time.monotonic()
+        since_s = min(since_s, now_s) if refusals and len(findings) == len(brokers) else math.inf
+        if now_s - since_s >= connection.patience_ms / 1000:
+            raise BrokerUnavailable(
+                f"{refusals[0]}. No broker has accepted a new connection for {now_s - since_s:.0f} s. A process reads "
+                "its credentials and certificates when it starts, so after a change, start it again. Nothing is lost."
+            )
+
+
+def _refuses(found: Diagnosis, connection: Connection) -> bool:
+    """Return whether a broker that accepted this process before now refuses it.
+
+    A proxy whose broker is down closes each connection. Therefore, problems that are only inferred from this count less
+    here than at a start.
+    """
+    if found.trouble is Trouble.CLIENT_CERTIFICATE:
+        return connection.security.cert_file is not None
+    return not found.passing and found.trouble is not Trouble.TLS
 
 
 @contextlib.asynccontextmanager
@@ -353,8 +406,15 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
             return Trouble.NO_SASL, ""
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
+        case TimeoutError():
+            # A broker that refuses a client closes the connection, so one that is only slow refuses nothing.
+            return await _of_network(host, port)
         case _:
-            pass  # the error is not specific, so the following probes find the cause
+            return await _probed(connection, host, port)
+
+
+async def _probed(connection: Connection, host: str, port: int) -> tuple[Trouble, str]:
+    """Return the problem of a connection whose error was not specific, and a detail for the report."""
     if connection.security.protocol.endswith("SSL"):
         return await _of_tls(connection, host, port)
     if await _handshake(host, port, _trusting_all()) is None:
@@ -370,11 +430,14 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
     match failed:
         case None:
             # With TLS 1.3, the client must read to learn that the broker has rejected its certificate.
-            if await _answers(host, port, context):
-                return Trouble.SASL_WANTED, ""
-            return Trouble.CLIENT_CERTIFICATE, ""
+            answers = await _answers(host, port, context)
+            if answers is None:
+                return Trouble.SILENT, ""
+            return Trouble.SASL_WANTED if answers else Trouble.CLIENT_CERTIFICATE, ""
         case ssl.SSLCertVerificationError():
             return _of_certificate(failed), f" ({failed.verify_message})"
+        case TimeoutError():
+            return Trouble.SILENT, ""
         case _:
             pass
     if await _answers(host, port, None):
@@ -432,12 +495,17 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
     return None
 
 
-async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given."""
+async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool | None:
+    """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given.
+
+    If the listener neither responds nor closes the connection in time, the result is None.
+    """
     try:
         async with _opened(host, port, context) as (reader, writer):
             writer.write(_API_VERSIONS)
             answer = await reader.readexactly(8)
+    except TimeoutError:
+        return None
     except (OSError, EOFError):
         return False
     # The response begins with its length and the correlation ID of the request.
@@ -455,6 +523,7 @@ def _sentence(trouble: Trouble, connection: Connection) -> str:
         certificate=(
             "requires a client certificate, but none is set. Set security.cert_file and key_file"
             if security.cert_file is None
-            else f"rejects the client certificate {security.cert_file}. Use one from a CA that the broker trusts"
+            else f"rejects the client certificate {security.cert_file}. Use one of a CA that the broker trusts, "
+            "and that has not expired"
         ),
     )

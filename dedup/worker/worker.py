@@ -396,7 +396,7 @@ class Maintenance:
 async def background_loops(app: DedupApp, topology: Topology, introspection: Introspection) -> AsyncIterator[None]:
     """Run a worker's periodic loops during a ``with`` block. An error in one of the loops stops the worker."""
     clock = SteadyClock()
-    loops = [Maintenance(app, topology, clock).run(), _look_for_dead_letters(app, clock)]
+    loops = [Maintenance(app, topology, clock).run(), _look_for_dead_letters(app, clock), app.wire.until_refused()]
     if not topology.direct:
         idle_feeds = IdleFeeds(topology.idle_after_ms, introspection.caught_up)
         loops.append(_look_for_idle_feeds(app, idle_feeds, clock))

@@ -99,6 +99,14 @@ class Secured:
         """The administrator's listener."""
         return self.kafka.bootstrap
 
+    def set_password(self, password: str) -> None:
+        """The user logs in with this password from now on; connections that are open stay open."""
+        admin = AdminClient({"bootstrap.servers": self.plaintext, "log_level": 0})
+        info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+        asked = admin.alter_user_scram_credentials([UserScramCredentialUpsertion(USER, info, password.encode())])
+        for future in asked.values():
+            future.result(timeout=30)
+
     def path(self, name: str) -> str:
         """Return the path of a certificate or key."""
         return str(self.certificates.directory / name)
@@ -131,11 +139,7 @@ def running(directory: Path) -> Iterator[Secured]:
     properties = _properties(directory, client, controller, sasl, mtls)
     with ClusterNode(1, new_id(), (client, controller), f"1@{HOST}:{controller}", properties) as kafka:
         made = Secured(kafka, certificates, sasl, mtls)
-        admin = AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0})
-        info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-        asked = admin.alter_user_scram_credentials([UserScramCredentialUpsertion(USER, info, PASSWORD.encode())])
-        for future in asked.values():
-            future.result(timeout=30)
+        made.set_password(PASSWORD)
         yield made
 
 

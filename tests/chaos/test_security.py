@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,46 @@ def test_wrong_password(refusing_job: Job, secured: Secured, mechanism: str) -> 
     how = secured.sasl(mechanism)
     worker = refused(refusing_job, f"127.0.0.1:{secured.sasl_port}", how, secret="canary-wrong-77aa")
     assert f"the broker refuses the {mechanism} credentials of {USER}" in worker.log, worker.log
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("SCRAM-SHA-512", f"the broker refuses the SCRAM-SHA-512 credentials of {USER}"),
+        ("mTLS", "the broker rejects the client certificate"),
+    ],
+    ids=["SCRAM-SHA-512", "mTLS"],
+)
+def test_a_running_worker_that_the_brokers_refuse_ends(
+    make_job: MakeJob, secured: Secured, way: str, says: str
+) -> None:
+    """Was: it waited for ever, and nothing restarted it, although a restart would have read the new secret."""
+    job = make_job(name=f"rotated-{way.lower()}")
+    user, reach = WAYS[way]
+    allowed(job, f"User:{user}")
+    as_client(job, *reach(secured))
+    ca = Path(secured.path("ca.pem"))
+    trusted, other = ca.read_bytes(), Path(secured.path("stranger.pem")).read_bytes()
+    with Watch(job):
+        worker = job.start("a", "patience=8000", environ=SECRETS)
+        job.send(workload(152, 200))
+        job.until_done()
+        try:
+            if way == "mTLS":
+                ca.write_bytes(other)  # the broker trusts it from its next start on
+            else:
+                secured.set_password("canary-rotated-2e0b")
+            secured.kafka.restart()
+            assert worker.wait() == REFUSED, worker.log
+        finally:
+            ca.write_bytes(trusted)
+            secured.set_password(PASSWORD)
+            secured.kafka.restart()
+        assert says in worker.log, worker.log
+        assert "start it again" in worker.log, worker.log
+        job.send(workload(153, 200))
+        job.finish(environ=SECRETS)
+    job.judge()
 
 
 def test_no_secret_and_no_payload_is_told(make_job: MakeJob, secured: Secured) -> None:

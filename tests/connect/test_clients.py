@@ -29,6 +29,7 @@ from dedup.connect.database import (
 )
 from dedup.connect.open_database import SqliteConnection, connect
 from dedup.connect.postgres import PostgresConnection
+from dedup.connect.source_connector import ended_by_refusal
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import (
     BrokerUnavailable,
@@ -544,3 +545,32 @@ def test_the_address_of_postgresql_may_say_how_long_to_wait(monkeypatch):
     assert (given["host"], given["dbname"]) == ("host", "db")
     waits = {name: str(given[name]) for name in ("keepalives_idle", "connect_timeout", "keepalives_count")}
     assert waits == {"keepalives_idle": "5", "connect_timeout": "3", "keepalives_count": "3"}
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+async def test_a_connector_that_the_brokers_refuse_ends_and_says_why(waiting):
+    """Was: after a change of the password, it waited for ever."""
+
+    async def until_refused():
+        raise BrokerUnavailable("the broker refuses the credentials")
+
+    async def connector():
+        stop = asyncio.Event()
+        async with ended_by_refusal(SimpleNamespace(until_refused=until_refused), stop):
+            await stop.wait()
+            if waiting:
+                raise BrokerUnavailable("stopped while no broker answered")
+
+    with pytest.raises(BrokerUnavailable, match="refuses the credentials"):
+        await connector()
+
+
+async def test_a_connector_that_the_brokers_accept_ends_as_it_does():
+    stop = asyncio.Event()
+    accepting = SimpleNamespace(until_refused=asyncio.Event().wait)
+    async with ended_by_refusal(accepting, stop):
+        pass
+    with pytest.raises(BrokerUnavailable, match="no broker answered"):
+        async with ended_by_refusal(accepting, stop):
+            raise BrokerUnavailable("no broker answered")
+    assert not stop.is_set()

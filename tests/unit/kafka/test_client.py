@@ -150,6 +150,18 @@ async def test_an_unreachable_node_is_tried_after_pauses_that_double(listener):
     assert third_s - second_s >= 0.1
 
 
+async def test_a_node_that_no_connection_can_be_made_to_is_noted_until_somebody_has_looked(listener):
+    one = AIOKafkaClient()
+    one.cluster._brokers[NODE] = BrokerMetadata(NODE, "127.0.0.1", 1, None)
+    failed = back_off(one)
+    assert not await one.ready(NODE)
+    assert failed == {NODE}
+    failed.clear()
+    listener.open = True
+    await until_ready(one)
+    assert not failed
+
+
 async def test_a_node_that_is_reachable_again_is_used_at_once(listener):
     one = client()
     while len(listener.asked_s) < 3:

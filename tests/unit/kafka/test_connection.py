@@ -1,13 +1,17 @@
 """What stands between us and a listener, by listeners that are not Kafka; the rest is in tests/chaos/test_security.py."""
 
 import asyncio
+import ssl
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.structs import BrokerMetadata
 
-from dedup.errors import SettingsError
+from dedup.errors import BrokerUnavailable, SettingsError
 from dedup.kafka import connection as diagnosing
-from dedup.kafka.connection import PASSING, Connection, Diagnosis, Trouble, diagnose, most_telling
+from dedup.kafka.connection import PASSING, Connection, Diagnosis, Trouble, diagnose, most_telling, until_refused
 from dedup.settings import Secret, Security
 
 
@@ -78,6 +82,7 @@ def pem(tmp_path_factory):
     (directory / "text.pem").write_text("nothing yet")
     (directory / "bad.pem").write_text("-----BEGIN CERTIFICATE-----\nABCD\n-----END CERTIFICATE-----\n")
     new = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=me")
+    new += ("-addext", "subjectAltName=IP:127.0.0.1")
     for name, protect in {"a": ("-nodes",), "b": ("-passout", "pass:right")}.items():
         files = ("-keyout", directory / f"{name}.key", "-out", directory / f"{name}.pem")
         subprocess.run([*new, *protect, *files], check=True, capture_output=True)
@@ -133,3 +138,79 @@ async def test_a_tls_file_that_cannot_be_used_is_named(pem, ca, cert, key, passw
         await diagnose(connection)
     assert str(wrong.value).startswith(says.format(pem))
     assert password is None or password not in str(wrong.value)
+
+
+async def test_a_broker_that_is_too_slow_to_answer_refuses_nothing(pem):
+    """Was: taken for one that rejects the client certificate."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pem / "a.pem", pem / "a.key")
+
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0, ssl=context) as server:
+        security = Security(protocol="SSL", ca_file=str(pem / "a.pem"))
+        connection = Connection((f"127.0.0.1:{server.sockets[0].getsockname()[1]}",), security)
+        (finding,) = await diagnose(connection)
+    assert finding.trouble is Trouble.SILENT
+
+
+class Refusals:
+    """Two brokers, and what each look finds at them, one look every 10 s."""
+
+    def __init__(self, monkeypatch, *looks):
+        self._looks = iter(looks)
+        self.looked = 0
+        cluster = ClusterMetadata()
+        cluster._brokers.update((number, BrokerMetadata(number, "b", number, None)) for number in (1, 2))
+        self.client = SimpleNamespace(cluster=cluster)
+        monkeypatch.setattr(diagnosing, "REFUSAL_LOOK_S", 0)
+        monkeypatch.setattr(diagnosing, "diagnose", self._diagnose)
+        monkeypatch.setattr(diagnosing, "time", SimpleNamespace(monotonic=lambda: 10.0 * self.looked))
+
+    async def _diagnose(self, _connection, brokers):
+        assert brokers == ("b:1", "b:2")
+        self.looked += 1
+        return [Diagnosis(broker, each, each.name) for broker, each in zip(brokers, next(self._looks), strict=False)]
+
+
+class Always(set):
+    """A connection attempt fails again before the next look."""
+
+    def clear(self):
+        pass
+
+
+DOWN, REFUSED, ROLLED = [[Trouble.UNREACHABLE] * 2], [[Trouble.CREDENTIALS] * 2], [[Trouble.CREDENTIALS]]
+ROLLING = [[Trouble.UNREACHABLE, Trouble.CREDENTIALS]]
+PROXY = [[Trouble.TLS] * 2, [Trouble.CLIENT_CERTIFICATE] * 2]
+
+
+@pytest.mark.parametrize(
+    ("looks", "ends_after"),
+    [
+        ([*REFUSED * 9], 4),
+        ([*ROLLING * 9], 4),
+        ([*DOWN * 99, *ROLLING * 9], 103),
+        ([*REFUSED * 3, *DOWN, *REFUSED * 3, *ROLLED, *REFUSED * 9], 12),
+        ([*PROXY * 9, *REFUSED * 9], 22),
+    ],
+    ids=["refused", "one refuses, one is down", "down", "refused for a moment", "behind a proxy"],
+)
+async def test_a_process_that_all_brokers_refuse_for_30_s_ends(monkeypatch, caplog, looks, ends_after):
+    """Was: it waited for ever, although a new start would have read the changed password from its file."""
+    refusals = Refusals(monkeypatch, *looks)
+    connection = Connection(("unused:1",), Security(protocol="SSL"))
+    with pytest.raises(BrokerUnavailable, match=r"CREDENTIALS\. No broker has accepted .* 30 s\. .* start it again"):
+        await until_refused(connection, refusals.client, {1} if looks == REFUSED * 9 else Always({1}))
+    assert refusals.looked == ends_after
+    assert {each.outage for each in caplog.records} == {"away"}, "logged once a minute"
+
+
+async def test_brokers_are_not_examined_while_connections_can_be_made(monkeypatch):
+    refusals, brokers = Refusals(monkeypatch), iter([{}] * 3)
+    refusals.client.cluster.brokers = lambda: next(brokers)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await until_refused(Connection(("unused:1",), Security()), refusals.client, set())
+    assert refusals.looked == 0

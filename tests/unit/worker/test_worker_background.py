@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dedup.errors import BrokerUnavailable
 from dedup.worker import task_manager, worker
 from dedup.worker.worker import Maintenance
 
@@ -32,7 +33,8 @@ def test_a_lost_cancellation_is_repeated(monkeypatch, lost):
 
     monkeypatch.setattr(Maintenance, "run", run)
     failed: list[BaseException] = []
-    app: Any = SimpleNamespace(tasks=SimpleNamespace(fail=failed.append))
+    wire = SimpleNamespace(until_refused=asyncio.Event().wait)
+    app: Any = SimpleNamespace(tasks=SimpleNamespace(fail=failed.append), wire=wire)
     topology: Any = SimpleNamespace(direct=True)
 
     async def live() -> None:
@@ -41,3 +43,18 @@ def test_a_lost_cancellation_is_repeated(monkeypatch, lost):
 
     asyncio.run(asyncio.wait_for(live(), 10))
     assert (cancelled, failed) == (lost + 1, [])
+
+
+async def test_a_worker_that_the_brokers_refuse_ends(monkeypatch):
+    """Was: it waited for ever, alive to all who asked, after its password had been changed."""
+    refused = BrokerUnavailable("the broker refuses the credentials")
+    told: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def until_refused() -> None:
+        raise refused
+
+    monkeypatch.setattr(Maintenance, "run", lambda _: asyncio.Event().wait())
+    wire = SimpleNamespace(until_refused=until_refused)
+    app: Any = SimpleNamespace(tasks=SimpleNamespace(fail=told.set_result), wire=wire)
+    async with worker.background_loops(app, SimpleNamespace(direct=True), None):  # type: ignore[arg-type]
+        assert await told is refused
