@@ -53,17 +53,33 @@ _MEANT: Final[Mapping[str, str]] = {
 }
 """Maps words that users may write by mistake to the words that a file must use."""
 _WANTED: Final[Mapping[str, str]] = {
-    "string_type": "must be text; put it in quotes",
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "list_type": 'must be a list; write "[a, b]"',
     "tuple_type": 'must be a list; write "[a, b]"',
-    "is_instance_of": "must be text; put it in quotes",
     "model_type": "must be a mapping of keys to values",
     "model_attributes_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
 }
 """Maps a pydantic error type to a message that says what the file should contain instead."""
+
+_BEGUN: Final = ("a quoted scalar", "a flow sequence", "a flow mapping", "a simple key")
+"""The contexts in which ruamel finds a mistake only later, maybe at the end of the file."""
+_REMEDIES: Final[Mapping[str, str]] = {
+    "\\t": "indent with spaces, not tabs",
+    "a quoted scalar found unexpected": "close the quote that begins here",
+    "a flow sequence": "close the bracket that begins here",
+    "a flow mapping": "close the brace that begins here",
+    "a simple key": 'write "key: value", with a space after the colon',
+    "start>": "indent the keys of a mapping, or the items of a list, by the same number of spaces",
+    "found '-'": "indent the keys of a mapping, or the items of a list, by the same number of spaces",
+    "mapping values": 'put text that contains ": " in quotes, or indent the key like the key above it',
+    "<block end>": "put the whole text in quotes, or close an earlier quote",
+    "escape character": "use single quotes",
+    "start any token": "put the text in quotes",
+    "an alias": "put the text in quotes",
+}
+"""Maps a part of ruamel's message to what to write instead. The first part that occurs counts."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 At = tuple[str | int, ...]
@@ -178,16 +194,22 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     except AuthorMistake as refused:
         (problem,) = refused.problems
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = name if mark is None else _place(name, mark)
-        remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
-        problem = Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+        problem = _not_yaml(name, error)
     except YAMLError as error:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
         return document
     # Report only this problem. Nothing after it was read, so every later key would be reported as missing.
     return Document(name, problems=[problem])
+
+
+def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
+    begun = str(error.context).endswith(_BEGUN)
+    mark = (error.context_mark if begun else error.problem_mark) or error.context_mark
+    place = name if mark is None else _place(name, mark)
+    said = f"{error.context} {error.problem}"
+    remedy = next((f"; {text}" for part, text in _REMEDIES.items() if part in said), "")
+    return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
 
 
 class _Reading:
@@ -249,7 +271,8 @@ class _Reading:
     def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
         place = _place(self._document.name, event.start_mark)
         if isinstance(event, AliasEvent):
-            raise AuthorMistake([Problem(place, f'the alias "*{event.anchor}" is not allowed; write the value out')])
+            text = f'without quotes, "*{event.anchor}" is an alias, which is not allowed; put the text in quotes'
+            raise AuthorMistake([Problem(place, f"{text}, or write the value out")])
         self._nodes += 1
         if self._nodes > _MOST_NODES:
             raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values, which is the limit")])
@@ -413,8 +436,22 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
                 yield Problem(document.place(at), f"{label}{shown}is not one of {' | '.join(words)}{suffix}")
             case "value_error":
                 yield Problem(document.place(at), f"{label}{found['ctx']['error']}")
+            case "string_type" | "is_instance_of":
+                yield Problem(document.place(at), f"{label}{shown}{_text_wanted(document.get(at))}")
             case kind:
                 yield Problem(document.place(at), f"{label}{shown}{_WANTED.get(kind, found['msg'])}")
+
+
+def _text_wanted(value: Any) -> str:  # noqa: ANN401 - any plain value
+    match value:
+        case dict():
+            return "must be text, not a mapping; write the text alone"
+        case list():
+            return "must be text, not a list; write the text alone"
+        case bool():
+            return "must be text, not true or false; if this word is a name, put it in quotes"
+        case _:
+            return "must be text; put it in quotes"
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:

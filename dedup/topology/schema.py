@@ -59,9 +59,9 @@ ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 # The validators raise ValueError with a message that says what to write instead.
 
 
-def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Convert a number without a unit to a string, so that the error message says that the unit is missing."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def _as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+    """Convert a number, true, or false to a string, so that the error message says what to write, not to quote it."""
+    return str(value).lower() if isinstance(value, int | float) else value
 
 
 def _key_rule(value: Any) -> Literal[True] | Path:  # noqa: ANN401 - any value in the file
@@ -151,11 +151,11 @@ _Format = Literal["json", "json_schema", "avro", "protobuf", "msgpack", "cbor", 
 _Path = Annotated[Path, _text_as(parse_path)]
 _Paths = Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)]
 _SchemaFile = Annotated[str, matching(_FILE, "is not the name of a file")]
-_Duration = Annotated[int, _text_as(parse_duration), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)]
+_Duration = Annotated[int, _text_as(parse_duration), BeforeValidator(_as_text), _text_like(DURATION_PATTERN)]
 _PositiveDuration = Annotated[
-    int, _text_as(_positive(parse_duration)), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)
+    int, _text_as(_positive(parse_duration)), BeforeValidator(_as_text), _text_like(DURATION_PATTERN)
 ]
-_Size = Annotated[int, _text_as(_positive(parse_size)), BeforeValidator(_number_as_text), _text_like(SIZE_PATTERN)]
+_Size = Annotated[int, _text_as(_positive(parse_size)), BeforeValidator(_as_text), _text_like(SIZE_PATTERN)]
 _Header = Annotated[
     str, accepting(lambda text: 0 < len(text) <= _HEADER_CHARS, f"a header's name has 1 to {_HEADER_CHARS} characters")
 ]
@@ -301,7 +301,7 @@ class SourceFile(Keys):
         description="Declares that producers put equal IDs into the same partition. If this key is missing, records go "
         "through a repartition topic.",
     )
-    start: Annotated[Start, _text_as(_start)] = "earliest"
+    start: Annotated[Start, _text_as(_start), BeforeValidator(_as_text)] = "earliest"
     """Where a new topology starts to read: earliest, latest, or a time (RFC 3339)."""
 
 
@@ -588,7 +588,14 @@ class Marker(Keys):
 
     field: _Path
     """Path of the JSON member that marks the last record."""
-    equals: str | int | bool
+    equals: Annotated[
+        str | int | bool,
+        accepting(
+            lambda value: isinstance(value, str | int),
+            "takes text, a whole number, true, or false",
+            kind=BeforeValidator,
+        ),
+    ]
     """The value of this member in the last record of a transaction."""
 
 

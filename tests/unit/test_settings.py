@@ -136,9 +136,8 @@ def test_text_that_looks_like_a_number_keeps_its_characters(written):
 def test_text_that_looks_like_something_else_is_text_outside_a_file():
     assert load("brokers: [a:1]", "worker_id=true").worker_id == "true"
     assert load("brokers: [a:1]", DEDUP_STATE_DIR="[a, b]").state_dir == Path("[a, b]")
-    assert 'c.yaml:2:12: worker_id: "true" must be text; put it in quotes' in problems(
-        "brokers: [a:1]\nworker_id: true"
-    )
+    said = 'worker_id: "true" must be text, not true or false; if this word is a name, put it in quotes'
+    assert problems("brokers: [a:1]\nworker_id: true") == [f"c.yaml:2:12: {said}"]
 
 
 def test_a_long_secret_in_the_wrong_place_is_not_shown(tmp_path):
@@ -267,7 +266,7 @@ def test_numbers_stay_numbers():
             "brokers: [a:1]\nstate_dir: ~nobody-here/x",
             'c.yaml:2:12: state_dir: "~nobody-here/x" names the home directory of an unknown user; write the whole path',
         ),
-        ("brokers: [a:1]\nstate_dir: [a]", "c.yaml:2:12: state_dir: must be text; put it in quotes"),
+        ("brokers: [a:1]\nstate_dir: [a]", "c.yaml:2:12: state_dir: must be text, not a list; write the text alone"),
         ("brokers: {a: 1}", 'c.yaml:1:10: brokers: must be a list; write "[a, b]"'),
         ("a: [", "c.yaml:1:5: is not YAML here: expected the node content, but found '<stream end>'"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dedup.errors import TopologyError
 from dedup.topology.describe import as_data, describe, graph, to_dot, to_svg
 from dedup.topology.ingest_file import ingest_schema, is_ingest, parse_ingest
 from dedup.topology.lint import lint
@@ -72,6 +73,22 @@ def test_an_ingest_file_is_recognized_however_its_key_is_written(text):
 @pytest.mark.parametrize("text", ["dedup: 1\n# ingest: 1\n", "sink:\n  columns:\n    ingest: a\n", "ingest-2: 1\n"])
 def test_the_word_ingest_elsewhere_makes_no_ingest_file(text):
     assert not is_ingest(text)
+
+
+def test_a_pattern_without_quotes_is_to_be_put_in_quotes():
+    """Was: "write the value out", as for an alias that is meant as one."""
+    text = "ingest: 1\nname: x\nsource: {files: {directory: d, pattern: *.jsonl}}\noutput: {topic: o}\n"
+    with pytest.raises(TopologyError, match=r'3:41: without quotes, "\*\.jsonl" is an alias.*put the text in quotes'):
+        parse_ingest(text, name="x.yaml")
+
+
+@pytest.mark.parametrize("written", ["1.5", "[a]", "{a: b}"])
+def test_the_value_at_a_boundary_has_one_problem(written):
+    """Was: three problems at one place, which contradicted each other."""
+    text = "ingest: 1\nname: x\nsource: {files: {directory: d}}\noutput: {topic: o}\n"
+    with pytest.raises(TopologyError) as caught:
+        parse_ingest(f"{text}boundary: {{field: last, equals: {written}}}\n", name="x.yaml")
+    assert str(caught.value) == "x.yaml:5:33: boundary.equals: takes text, a whole number, true, or false"
 
 
 def test_the_published_schema_of_ingest_files_is_the_program_s():

@@ -111,7 +111,7 @@ def test_a_damaged_ingest_file(text):
 def test_a_topic_that_is_no_text_is_a_problem_with_a_place(more):
     text = f"ingest: 1\nname: x\nsource: {{files: {{directory: d}}}}\n{more}\n"
     (found,) = problems(text, parse_ingest)
-    assert found.endswith("must be text; put it in quotes")
+    assert found.endswith("; write the text alone")
 
 
 @settings(deadline=None)

@@ -54,8 +54,18 @@ def test_the_least_file_has_none():
         ("grace: 1.5h", '8:8: grace: "1.5h" is not a whole number and a unit; write for example "15s"'),
         ("grace: -1h", '8:8: grace: "-1h" is not a whole number and a unit; write for example "15s"'),
         ("grace: 99999999d", '8:8: grace: "99999999d" is longer than 100 years; write at most "36500d"'),
-        ("grace: [1h]", "8:8: grace: must be text; put it in quotes"),
-        ("grace: true", '8:8: grace: "true" must be text; put it in quotes'),
+        ("grace: [1h]", "8:8: grace: must be text, not a list; write the text alone"),
+        ("grace: true", '8:8: grace: "true" is not a whole number and a unit; write for example "15s"'),
+        ("grace: 1.5", '8:8: grace: "1.5" is not a whole number and a unit; write for example "15s"'),
+        ("late: [a]", "8:7: late: must be text, not a list; write the text alone"),
+        ("late: {topic: a}", "8:7: late: must be text, not a mapping; write the text alone"),
+        ("duplicates:\n  topic: a", "9:3: duplicates: must be text, not a mapping; write the text alone"),
+        (
+            "duplicates: true",
+            '8:13: duplicates: "true" must be text, not true or false; if this word is a name, put it in quotes',
+        ),
+        ("dead_letter: 12", '8:14: dead_letter: "12" must be text; put it in quotes'),
+        ("then: [a:b]", "8:7: then: must be text, not a list; write the text alone"),
         ("extend: 1", '8:9: extend: "1" must be true or false'),
         ('extend: "true"', '8:9: extend: "true" must be true or false'),
         ("extend: {extend: true}", "8:9: extend: must be true or false"),
@@ -153,13 +163,46 @@ def test_the_least_file_has_none():
             '8:34: state.max_bytes_per_partition: "1024" has no unit; write "1024GiB" or "1024MiB"',
         ),
         ("guard_period: 1h", '8:1: the key "guard_period" is repeated; it is already on line 7'),
-        ("late: *x", '8:7: the alias "*x" is not allowed; write the value out'),
+        (
+            "late: *x",
+            '8:7: without quotes, "*x" is an alias, which is not allowed; put the text in quotes, or write the value out',
+        ),
         (
             "late: !!python/name:os.system x",
             "8:7: the tag tag:yaml.org,2002:python/name:os.system is not allowed; write the plain value",
         ),
         ("? [a]\n: b", "8:3: a key must be a name"),
-        ("late: [a", "9:1: is not YAML here: expected ',' or ']', but got '<stream end>'"),
+        (
+            "late: [a",
+            "8:7: is not YAML here: expected ',' or ']', but got '<stream end>'; close the bracket that begins here",
+        ),
+        (
+            "late: {a: b\nextend: true",
+            "8:7: is not YAML here: expected ',' or '}', but got ':'; close the brace that begins here",
+        ),
+        ('late: "a', "8:7: is not YAML here: found unexpected end of stream; close the quote that begins here"),
+        (
+            "late: 'a\nextend: true\n",
+            "8:7: is not YAML here: found unexpected end of stream; close the quote that begins here",
+        ),
+        (
+            'late: "a" b',
+            "8:11: is not YAML here: expected <block end>, but found '<scalar>'; put the whole text in quotes, or close an earlier quote",
+        ),
+        (
+            " late: a",
+            '8:6: is not YAML here: mapping values are not allowed here; put text that contains ": " in quotes, or indent the key like the key above it',
+        ),
+        (
+            "late:a",
+            "8:1: is not YAML here: could not find expected ':'; write \"key: value\", with a space after the colon",
+        ),
+        ("late: @a", "8:7: is not YAML here: found character '@' that cannot start any token; put the text in quotes"),
+        (
+            "late: *",
+            "8:8: is not YAML here: expected alphabetic or numeric character, but found '\\n'; put the text in quotes",
+        ),
+        ('late: "\\d"', "8:9: is not YAML here: found unknown escape character 'd'; use single quotes"),
         (
             "\tlate: a",
             "8:1: is not YAML here: found character '\\t' that cannot start any token; indent with spaces, not tabs",
@@ -186,7 +229,7 @@ def test_a_mistake_in_one_line(line, said):
         (
             "topics: [clicks]",
             "topics: [clicks]\n  format: csv\n  columns: [{id: text}]",
-            "6:13: source.columns[0]: must be text; put it in quotes",
+            "6:13: source.columns[0]: must be text, not a mapping; write the text alone",
         ),
         (
             "field: id",
@@ -207,6 +250,16 @@ def test_a_mistake_in_one_line(line, said):
             "field: id",
             "field: id\n  normalize: [null]",
             "7:15: tracking_id.normalize[0]: has no value; write one, or leave the item out",
+        ),
+        (
+            "  topics: [clicks]",
+            "  topics: [clicks]\n format: json",
+            "5:2: is not YAML here: expected <block end>, but found '<block mapping start>'; indent the keys of a mapping, or the items of a list, by the same number of spaces",
+        ),
+        (
+            "name: clicks",
+            'name: "clicks',
+            "2:7: is not YAML here: found unexpected end of stream; close the quote that begins here",
         ),
         ("dedup: 1", "dedup: 2", '1:8: dedup: "2" is not a version this program reads; write 1'),
         ("dedup: 1", "dedup: true", '1:8: dedup: "True" is not a version this program reads; write 1'),
@@ -262,6 +315,11 @@ def test_a_mistake_in_one_line(line, said):
             "[clicks]",
             "[clicks]\n  start: yesterday",
             '5:10: source.start: "yesterday" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z',
+        ),
+        (
+            "[clicks]",
+            "[clicks]\n  start: 1700000000000",
+            '5:10: source.start: "1700000000000" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z',
         ),
         ("[clicks]", "[clicks]\n  partitioned_by: key", '5:19: source.partitioned_by: "key" is not one of tracking_id'),
         ("[clicks]", "[clicks]\n  fromat: json", '5:3: unknown key "source.fromat"; did you mean "format"?'),
@@ -393,7 +451,10 @@ def test_a_mistake_in_a_needed_key(old, new, said):
         ("a: [" + "1, " * 30_000, "clicks.yaml:1:59996: more than 20000 values, which is the limit"),
         ('a: "\\ud800"', "clicks.yaml:1:4: an unpaired surrogate, which UTF-8 cannot encode, is not allowed"),
         ('"\\udfff": 1', "clicks.yaml:1:1: an unpaired surrogate, which UTF-8 cannot encode, is not allowed"),
-        ("a: b: c", "clicks.yaml:1:5: is not YAML here: mapping values are not allowed here"),
+        (
+            "a: b: c",
+            'clicks.yaml:1:5: is not YAML here: mapping values are not allowed here; put text that contains ": " in quotes, or indent the key like the key above it',
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_topology_at_all(text, said):
