@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from posixpath import normpath
 from typing import Final, TypeVar
 
-from dedup.core.tracking_id import HeaderRule, KeyFieldRule, KeyRule, PartsRule, has_key
+from dedup.core.tracking_id import FieldsRule, HeaderRule, KeyFieldRule, KeyRule, PartsRule, has_key
 from dedup.quantities import format_duration
 from dedup.topology.ingest_file import Ingest, Source, settle_sentence
-from dedup.topology.lint import Finding, warning
+from dedup.topology.lint import Finding, path_findings, warning
 from dedup.topology.model import Topology, rule_text
-from dedup.topology.schema import FilesSource
+from dedup.topology.schema import FilesSource, Marker
 
 Stage = Ingest | Topology
 _Stage = TypeVar("_Stage", Ingest, Topology)
@@ -32,7 +32,9 @@ class Named:
 
 def lint_ingest(ingest: Ingest) -> list[Finding]:
     """Return the findings about a single ingest file."""
-    return list(_lint_source(ingest.source))
+    rule = ingest.tracking_id or FieldsRule(())
+    last = [(("boundary", "field"), ingest.boundary.field)] if isinstance(ingest.boundary, Marker) else []
+    return [*_lint_source(ingest.source), *path_findings(rule, ingest.event_time, last)]
 
 
 def _lint_source(source: Source) -> Iterator[Finding]:

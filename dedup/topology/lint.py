@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Final, Literal
 
-from dedup.core.event_time import FieldTime
+from dedup.core.event_time import EventTime, FieldTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.formats import TYPED, Format, has_content_at, member_types, text_of, unreadable_as
 from dedup.core.framing import SchemaRefused, SchemaText
@@ -29,7 +29,7 @@ from dedup.core.tracking_id import (
     member_paths,
 )
 from dedup.quantities import format_duration
-from dedup.topology.model import LateDrop, LateForward, Topology, rule_text
+from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, rule_text
 from dedup.topology.state_size import UUID_KEY_BYTES, format_bytes, predict
 from dedup.yaml_document import At, dotted
 
@@ -60,6 +60,11 @@ _KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
 )
 """Maps each format with a framing to the reason why keys with an equal member have different bytes."""
 
+_WORDS: Final = frozenset(
+    {"dead_letter", "discard", "drop", "fail", "false", "forward", "ignore", "none", "skip", "stop", "true"}
+)
+"""Words that say what happens to a record in other keys or programs. Where a topic is named, they are names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -79,10 +84,12 @@ def lint(topology: Topology) -> list[Finding]:
     findings = [
         *_changelog_record(topology),
         *_policies(topology),
+        *_words_as_topics(topology),
         *_without_effect(topology),
         *_window(topology),
         *_where_ids_meet(topology),
         *_tracking_id(topology),
+        *_paths(topology),
         *_schema(topology),
     ]
     return sorted(findings, key=lambda finding: finding.level)
@@ -141,6 +148,21 @@ def _policies(topology: Topology) -> Iterator[Finding]:
     if topology.on_conflict is OnConflict.FAIL:
         text = "on_conflict: fail stops the worker at the first conflicting duplicate, until the cause is fixed."
         yield warning("conflict_stops", text)
+
+
+def _words_as_topics(topology: Topology) -> Iterator[Finding]:
+    late = topology.late.topic if isinstance(topology.late, LateTo) else None
+    topics = {
+        "late": late,
+        "duplicates": topology.duplicates,
+        "conflicts": topology.conflicts,
+        "dead_letter": topology.dead_letter,
+    }
+    for key, topic in topics.items():
+        if topic is not None and topic.lower().replace("-", "_") in _WORDS:
+            remedy = "write forward or drop" if key == "late" else "leave the key out"
+            text = f"{key}: {topic} sends records to a topic of this name. If you do not mean a topic, {remedy}."
+            yield warning("word_as_topic", text, at=(key,))
 
 
 def _without_effect(topology: Topology) -> Iterator[Finding]:
@@ -308,6 +330,43 @@ def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member
                     yield _Member((*at, "parts", row, "field"), part.rule.path, in_parts=True)
         case _:
             return
+
+
+def _paths(topology: Topology) -> Iterator[Finding]:
+    if topology.source.format == "csv":  # Each path is the name of a column.
+        return
+    excluded = (
+        ((*at, "exclude", row), path) for at, rule in _contents(topology) for row, path in enumerate(rule.exclude)
+    )
+    columns = () if topology.sink is None else topology.sink.columns
+    cells = ((("sink", "columns", column.name), column.path) for column in columns)
+    yield from path_findings(topology.tracking_id.rule, topology.event_time, (*excluded, *cells))
+
+
+def path_findings(rule: Rule, event_time: EventTime, more: Iterable[tuple[At, Path]]) -> Iterator[Finding]:
+    """Yield a warning for each path that is written as a JSONPath or a JSON Pointer, which name other members here.
+
+    ``more`` contains paths besides those of the tracking ID and of the event time, with their places in the file.
+    """
+    members = [*_id_members(rule, ("tracking_id",)), *_id_members(rule, ("tracking_id",), of_key=True)]
+    paths = [(member.at, member.path) for member in members]
+    if isinstance(event_time, FieldTime):
+        paths.append((("event_time", "field"), event_time.path))
+    for at, path in (*paths, *more):
+        if meant := _meant(path):
+            text = f'{dotted(at)}: {format_path(path)} begins with a member named "{path[0]}". Unless the records have '
+            yield warning("path_notation", f"{text}such a member, write {format_path(meant)}.", at=at)
+
+
+def _meant(path: Path) -> Path:
+    """Return the path that a JSONPath or a JSON Pointer stands for, or an empty path for any other path."""
+    first, *others = path
+    if first == "$":
+        return tuple(others)
+    if not isinstance(first, str) or not first.startswith("/"):
+        return ()
+    steps = (int(step) if step.isdecimal() else step for step in first.split("/") if step)
+    return (*steps, *others)
 
 
 def _contents(topology: Topology) -> Iterator[tuple[At, ContentRule]]:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
 from dedup.errors import TopologyError
-from dedup.topology.chain import Named, lint_chain
+from dedup.topology.chain import Named, lint_chain, lint_ingest
 from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.parse import parse
 
@@ -127,6 +127,16 @@ def check(tmp_path, *texts):
         files[-1].write_text(text, encoding="utf-8")
     result = CliRunner().invoke(create_app(), ["check", *map(str, files)])
     return result.output + (str(result.exception) if result.exception else "")
+
+
+def test_a_json_path_in_an_ingest_file_is_told():
+    text = FILES + "tracking_id: {fields: [a, $.id]}\nevent_time: {field: /at, unit: ms}\n"
+    found = lint_ingest(parse_ingest(text + "boundary: {field: $.last, equals: true}\n", name="x.yaml"))
+    assert [(each.code, each.at) for each in found] == [
+        ("path_notation", ("tracking_id", "fields", 1)),
+        ("path_notation", ("event_time", "field")),
+        ("path_notation", ("boundary", "field")),
+    ]
 
 
 def test_the_chain_to_copy_is_exactly_once_at_every_stage():

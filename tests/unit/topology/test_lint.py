@@ -70,6 +70,59 @@ def test_a_warning(made, code):
     assert found[code].text.endswith(".")
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "late: dead_letter", "late: discard", "late: Forward", "late: DROP", "duplicates: drop", 'duplicates: "true"',
+        "conflicts: Drop", "conflicts: {topic: ignore}", "dead_letter: dead-letter",
+    ],
+)  # fmt: skip
+def test_a_word_where_a_topic_is_named_is_told(written):
+    """Was: ok, and the records went to a topic of this name."""
+    (found,) = [each for each in lint(topology(more=written)) if each.code == "word_as_topic"]
+    assert (found.level, found.at) == ("warning", (written.partition(":")[0],))
+    assert ("write forward or drop" in found.text) == written.startswith("late")
+
+
+def test_the_words_of_late_and_topics_with_other_names_are_not_told():
+    for written in ("late: forward", "late: drop", "late: dropped", "dead_letter: t.drop", "conflicts: {}"):
+        assert "word_as_topic" not in codes(topology(more=written))
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "at", "meant"),
+    [
+        ("field: $.order.id", "", ("tracking_id", "field"), "order.id"),
+        ("field: /order/id", "", ("tracking_id", "field"), "order.id"),
+        ("fields: [a, '/b/0/c-d']", "", ("tracking_id", "fields", 1), "b[0].c-d"),
+        ("first_of: [{header: h}, {field: '$[0].id'}]", "", ("tracking_id", "first_of", 1, "field"), "[0].id"),
+        ("parts: [{key: true}, {field: $.id}]", "", ("tracking_id", "parts", 1, "field"), "id"),
+        ("key: $.id", "", ("tracking_id", "key"), "id"),
+        ("content: {exclude: [a, $.sent]}", "", ("tracking_id", "content", "exclude", 1), "sent"),
+        ("field: id", "event_time: {field: $.at, unit: ms}", ("event_time", "field"), "at"),
+        ("field: id", "conflicts: {exclude: [/sent]}", ("conflicts", "exclude", 0), "sent"),
+        (
+            "field: id",
+            "output: {topic: o}\nsink: {url: 'sqlite:///f', table: t, columns: {a: $.id}}",
+            ("sink", "columns", "a"),
+            "id",
+        ),
+    ],
+)
+def test_a_json_path_or_a_json_pointer_is_told(rule, more, at, meant):
+    """Was: ok, and every record became a dead letter."""
+    source = f"{DIRECT}, key_format: json" if rule.startswith("key:") else DIRECT
+    (found,) = [each for each in lint(topology(rule, more, source)) if each.at == at]
+    assert (found.level, found.code) == ("warning", "path_notation")
+    assert found.text.endswith(f"Unless the records have such a member, write {meant}.")
+
+
+@pytest.mark.parametrize("rule", ["field: id", "field: $", "field: $id", "field: a.$.b", "field: a/b", "field: /"])
+def test_other_paths_are_not_told(rule):
+    assert "path_notation" not in codes(topology(rule))
+    assert "path_notation" not in codes(topology("field: /id", source=f"{DIRECT}, format: csv, columns: [/id]"))
+
+
 def test_a_sink_that_has_no_topic_to_read_is_an_error():
     """Was: ok, and `dedup sink` always failed."""
     written = "sink: {{url: 'sqlite:///x', table: t, columns: {{a: id}}{more}}}"
