@@ -112,10 +112,14 @@ def with_schemas(topology: Topology, settings: Settings) -> Topology:
 
 def read_ingest(path: Path) -> Ingest:
     """Parse an ingest file. Raises TopologyError, which lists every problem, if the file is invalid."""
-    from dedup.topology.ingest_file import parse_ingest
+    from dedup.topology.ingest_file import is_topology, parse_ingest
     from dedup.yaml_document import text_of
 
-    return parse_ingest(text_of(path), name=str(path))
+    text = text_of(path)
+    if is_topology(text):
+        said = "is a topology file, but this command needs an ingest file; `dedup run` runs a topology file"
+        raise TopologyError([Problem(str(path), said)])
+    return parse_ingest(text, name=str(path))
 
 
 def refuse_no_page(page: Path | None) -> None:

@@ -15,8 +15,8 @@ from dedup.topology.parse import checked_file, event_time_of
 from dedup.topology.schema import FilesSource, IngestFile, Marker, TableSource
 from dedup.yaml_document import Document, schema_of
 
-_INGEST_KEY: Final = re.compile(r"""^\ufeff?(?:\{\s*)?(["']?)ingest\1\s*:""", re.MULTILINE)
-"""Matches the key of an ingest file, also after a byte order mark, in quotes, or as the first key in braces."""
+_VERSION_KEY: Final = re.compile(r"""^\ufeff?(?:\{\s*)?(["']?)(ingest|dedup)\1\s*:""", re.MULTILINE)
+"""Matches the key that names the kind of a file, also after a byte order mark, in quotes, or as the first in braces."""
 
 
 Source = FilesSource | TableSource
@@ -45,7 +45,16 @@ class Ingest:
 
 def is_ingest(text: str) -> bool:
     """Return whether a file is an ingest file, even if it is invalid."""
-    return _INGEST_KEY.search(text) is not None
+    return "ingest" in _kinds(text)
+
+
+def is_topology(text: str) -> bool:
+    """Return whether a file is a topology file, even if it is invalid."""
+    return _kinds(text) == {"dedup"}
+
+
+def _kinds(text: str) -> set[str]:
+    return {match[2] for match in _VERSION_KEY.finditer(text)}
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:

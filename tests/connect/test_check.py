@@ -139,6 +139,14 @@ def test_a_json_path_in_an_ingest_file_is_told():
     ]
 
 
+def test_ingest_says_what_a_topology_is(tmp_path):
+    """Was: a list of missing and unknown keys."""
+    topology = TOPOLOGIES / "orders.yaml"
+    result = CliRunner().invoke(create_app(), ["ingest", str(topology), "--set", "brokers=localhost:1"])
+    said = f"{topology}: is a topology file, but this command needs an ingest file; `dedup run` runs a topology file"
+    assert str(result.exception) == said
+
+
 def test_the_chain_to_copy_is_exactly_once_at_every_stage():
     result = CliRunner().invoke(
         create_app(), ["check", *(str(TOPOLOGIES / f"{name}.yaml") for name in ("chain-ingest", "chain"))]
