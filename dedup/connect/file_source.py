@@ -279,7 +279,7 @@ class Files:
 
     def _list(self) -> dict[Path, os.stat_result]:
         found: dict[Path, os.stat_result] = {}
-        path = Path(self._spec.directory)
+        path = Path(os.path.expanduser(self._spec.directory))  # noqa: PTH111 - Path's raises for an unknown user
         try:
             for path in sorted(path.iterdir()):  # noqa: B020 - an error names the path that it is about
                 try:

@@ -43,6 +43,7 @@ _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]
 _URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
 _FLOW: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _FILE: Final = re.compile(r"[^\0]*[^\0/]")
+_DIRECTORY: Final = re.compile(r"[^\0]+")
 _SUBJECT: Final = re.compile(r"[^\s\0]{1,255}")
 _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
@@ -495,8 +496,8 @@ class TopologyFile(Keys):
 class FilesSource(Keys):
     """Append-only files in one directory. Files may be renamed, as in log rotation."""
 
-    directory: str
-    """Directory of the files. A relative path starts at the command's current directory."""
+    directory: Annotated[str, matching(_DIRECTORY, 'is not a directory; write a path, such as "."')]
+    """Directory of the files. A relative path starts at the command's current directory, ~ at the home directory."""
     pattern: _FilePattern = "*.jsonl"
     """Pattern for the names of the files to read. A file that was partly read is read to its end under any name."""
     format: Literal["jsonl", "csv"] = "jsonl"

@@ -37,6 +37,7 @@ def problems(text, reads=parse_ingest):
         (FILES.replace("directory: d", "directory: d, patern: x"), 'unknown key "source.files.patern"; did you mean "pattern"?'),
         (FILES.replace("directory: d", "directory: d, format: csv"), "format csv needs columns"),
         (FILES.replace("directory: d", "directory: d, columns: {a: text}"), "columns need format csv"),
+        (FILES.replace("directory: d", "directory: ''"), 'x.yaml:3:29: source.files.directory: "" is not a directory; write a path'),
         (FILES.replace("directory: d", "directory: d, pattern: a/*.csv"), "is not a pattern of file names"),
         (FILES.replace("{files: {directory: d}}", "{}"), "takes exactly one of files and table"),
         (FILES.replace("topic: t", "topic: x-source-offsets"), '"x-source-offsets" holds the source offsets; name another'),

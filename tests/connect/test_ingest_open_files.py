@@ -42,6 +42,18 @@ def test_a_file_that_always_has_more_lines_does_not_hide_the_others(tmp_path, mo
     files.close()
 
 
+def test_a_directory_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    """Was: the directory "~" in the current directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "incoming").mkdir()
+    (tmp_path / "incoming" / "a.log").write_bytes(lines(0, 3))
+    files = files_in("~/incoming")
+    assert list(files.poll().values) == lines(0, 3).splitlines()
+    files.close()
+    with pytest.raises(AuthorMistake, match=r"~nobody-here/x: cannot be read: No such file or directory"):
+        files_in("~nobody-here/x").poll()
+
+
 def test_a_file_that_can_no_longer_be_read_stops_ingest_with_its_name(tmp_path, monkeypatch):
     """Was: an uncaught OSError."""
     path = tmp_path / "a.log"
