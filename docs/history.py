@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -74,7 +74,14 @@ def topic(brokers: Brokers = "127.0.0.1:9092") -> None:
     """Make the source topic."""
     admin = AdminClient({"bootstrap.servers": brokers})
     wanted = NewTopic(TOPIC, num_partitions=PARTITIONS, replication_factor=1, config=NOT_AT_ONCE)
-    admin.create_topics([wanted])[TOPIC].result(timeout=30)
+    try:
+        admin.create_topics([wanted])[TOPIC].result(timeout=30)
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+            raise
+        text = f"topic {TOPIC} exists already. To start again, stop the broker, delete state/, and start a new broker."
+        typer.echo(text, err=True)
+        raise typer.Exit(1) from None
     typer.echo(f"topic {TOPIC} made")
 
 

@@ -6,11 +6,13 @@ import ast
 import importlib.util
 import re
 import shlex
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
 import pytest
 import typer
+from confluent_kafka import KafkaError, KafkaException
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -108,6 +110,26 @@ def test_a_command_line_is_understood_and_gives_what_the_page_shows(arguments, o
     if arguments[0] in RUNS_HERE and output:
         result = CliRunner().invoke(create_app(), arguments)
         assert result.output.strip() == output
+
+
+def test_the_topic_of_the_history_tutorial_that_is_there_already_is_told(monkeypatch):
+    """Was: a traceback with a KafkaException."""
+    spec = importlib.util.spec_from_file_location("history", ROOT / "docs" / "history.py")
+    history = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(history)
+
+    class Admin:
+        def __init__(self, _conf):
+            self.made = Future()
+            self.made.set_exception(KafkaException(KafkaError(KafkaError.TOPIC_ALREADY_EXISTS)))
+
+        def create_topics(self, wanted):
+            return {topic.topic: self.made for topic in wanted}
+
+    monkeypatch.setattr(history, "AdminClient", Admin)
+    result = CliRunner().invoke(history.app, ["topic"])
+    assert result.exit_code == 1
+    assert result.output.startswith("topic flights exists already. To start again, ")
 
 
 @pytest.mark.parametrize("text", blocks("vector"))
