@@ -19,6 +19,8 @@ from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.worker.record_collector import ID
 
+_CONTENT: Final = (bytes, bytearray, memoryview, type(None))
+
 
 class Transaction:
     """Records and positions that are committed together at the end of ``async with writer.transaction()``."""
@@ -42,11 +44,18 @@ class Transaction:
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. All
         records that have neither a key nor a tracking ID go to the same partition. Raises InvariantBroken if ``topic``
-        was not passed to the writer.
+        was not passed to the writer, and TypeError if the record cannot be sent, for example because its value is a
+        string.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
-        all_headers = [*headers, *([(ID, tracking_id.encode())] if tracking_id is not None else [])]
+        all_headers = [*headers]
+        # A commit that fails leaves it unknown what was committed, so a record that would make it fail is refused here.
+        wrong = _unfit(value, key, tracking_id, all_headers, timestamp_ms)
+        if wrong is not None:
+            raise TypeError(f"a record to topic {topic!r} was not added to the transaction: {wrong}")
+        if tracking_id is not None:
+            all_headers.append((ID, tracking_id.encode()))
         partition_key = key if key is not None else (tracking_id or "").encode()
         target = TopicPartition(topic, partitions([partition_key], self._partition_counts[topic])[0])
         now_ms = time.time_ns() // 1_000_000
@@ -55,6 +64,27 @@ class Transaction:
     def keep(self, name: str, position: str) -> None:
         """Commit the application's input position with the transaction. `IdempotentWriter.kept` returns it."""
         self.positions[name] = position.encode()
+
+
+def _unfit(
+    value: object, key: object, tracking_id: object, headers: Iterable[object], timestamp_ms: object
+) -> str | None:
+    """Return what is wrong with the types of a record, or None."""
+    if not isinstance(value, _CONTENT):
+        return f"its value is {type(value).__name__}, not bytes or None; encode it"
+    if not isinstance(key, _CONTENT):
+        return f"its key is {type(key).__name__}, not bytes or None; encode it"
+    if tracking_id is not None and not isinstance(tracking_id, str):
+        return f"its tracking_id is {type(tracking_id).__name__}, not str"
+    if timestamp_ms is not None and not isinstance(timestamp_ms, int | float):
+        return f"its timestamp_ms is {type(timestamp_ms).__name__}, not a number of milliseconds"
+    for each in headers:
+        match each:
+            case (str(), bytes() | None) if isinstance(each, tuple):
+                pass
+            case _:
+                return f"its header {each!r} is not a pair of a str and bytes (or None)"
+    return None
 
 
 class IdempotentWriter:
@@ -68,6 +98,9 @@ class IdempotentWriter:
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
+        """Raise TypeError if ``topics`` is a string."""
+        if isinstance(topics, str):
+            raise TypeError(f"`topics` is the string {topics!r}, not a list of names; write topics=[{topics!r}]")
         self._name: Final = name
         self._topics: Final = tuple(topics)
         self._settings: Final = settings

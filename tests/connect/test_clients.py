@@ -27,6 +27,7 @@ from dedup.connect.database import (
     make_staging,
     transaction,
 )
+from dedup.connect.idempotent_writer import Transaction
 from dedup.connect.open_database import SqliteConnection, connect
 from dedup.connect.postgres import PostgresConnection
 from dedup.connect.source_connector import ended_by_refusal
@@ -135,6 +136,39 @@ async def test_a_writer_whose_record_was_refused_goes_on(stage, admin):
                     transaction.keep("input", value[:3].hex())
         assert writer.kept("input") == b"two".hex()
     assert [message.value() for message in stage.read()] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"value": "text"}, "its value is str, not bytes or None; encode it"),
+        ({"value": 7}, "its value is int, not bytes or None; encode it"),
+        ({"value": b"v", "key": "k"}, "its key is str, not bytes or None; encode it"),
+        ({"value": b"v", "tracking_id": b"a"}, "its tracking_id is bytes, not str"),
+        ({"value": b"v", "timestamp_ms": "now"}, "its timestamp_ms is str, not a number of milliseconds"),
+        ({"value": b"v", "headers": [("h", "x")]}, "its header ('h', 'x') is not a pair of a str and bytes (or None)"),
+        ({"value": b"v", "headers": [(b"h", b"x")]}, "its header (b'h', b'x') is not a pair of a str and bytes"),
+        ({"value": b"v", "headers": {"h": b"x"}}, "its header 'h' is not a pair of a str and bytes (or None)"),
+    ],
+)
+def test_a_record_that_is_not_of_bytes_is_refused_when_it_is_sent(record, said):
+    """Was: the commit failed without naming the record, and the writer did not know what was committed."""
+    made = Transaction({"t": 2})
+    with pytest.raises(TypeError, match=re.escape(f"a record to topic 't' was not added to the transaction: {said}")):
+        made.send("t", **record)
+    assert not made.lines
+    made.send("t", bytearray(b"v"), key=memoryview(b"k"), headers=[("h", None), ("h", b"x")], timestamp_ms=5)
+    made.send("t", None, tracking_id="a")
+    assert sum(map(len, made.lines.values())) == 2
+
+
+def test_the_topics_of_a_writer_are_no_text():
+    """Was: topic 'p' does not exist."""
+    settings = dedup.load_settings(None, ["brokers=localhost:1"])
+    with pytest.raises(
+        TypeError, match=r"`topics` is the string 'payments', not a list .* write topics=\['payments'\]"
+    ):
+        dedup.IdempotentWriter("w", topics="payments", settings=settings)
 
 
 async def test_transactions_side_by_side_are_one_after_the_other(stage, admin):
