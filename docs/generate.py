@@ -246,7 +246,8 @@ def _named(parameter: Any) -> str:  # noqa: ANN401  # typer's own parameter clas
 
 def _about(parameter: Any) -> str:  # noqa: ANN401  # typer's own parameter classes
     default = parameter.default
-    told = not parameter.required and isinstance(default, int | str) and not isinstance(default, bool)
+    shown = not parameter.required and parameter.show_default is not False
+    told = shown and isinstance(default, int | float | str | Path) and not isinstance(default, bool)
     default_text = f" Default: `{default}`." if told else ""
     return f"{parameter.help or ''}{default_text}".replace("|", "\\|").replace("<output topic>", "&lt;output topic&gt;")
 

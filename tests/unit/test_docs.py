@@ -112,6 +112,12 @@ def test_a_command_line_is_understood_and_gives_what_the_page_shows(arguments, o
         assert result.output.strip() == output
 
 
+def test_the_page_of_commands_has_defaults_that_are_floats_or_paths():
+    text = text_of(ROOT / "docs" / "cli.md")
+    told = re.findall(r"^\| `(--minutes|--harder|--report) .*Default: `(.*)`\. \|$", text, re.MULTILINE)
+    assert {("--minutes", "2.0"), ("--harder", "1.0"), ("--report", "chaos.html")} <= set(told)
+
+
 def test_the_topic_of_the_history_tutorial_that_is_there_already_is_told(monkeypatch):
     """Was: a traceback with a KafkaException."""
     spec = importlib.util.spec_from_file_location("history", ROOT / "docs" / "history.py")
