@@ -341,6 +341,14 @@ def load_settings(
     return settings
 
 
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that override no setting.
+
+    A command that gets only these variables has the settings of its config file, whatever its user has exported.
+    """
+    return {name: value for name, value in environ.items() if not _overrides(name)}
+
+
 def settings_schema() -> dict[str, Any]:
     """Return the JSON Schema of config files, for use in editors."""
     return schema_of(Settings, "dedup config")
@@ -359,10 +367,14 @@ def _variable(at: At) -> str:
     return _PREFIX + "__".join(str(step).upper() for step in at)
 
 
+def _overrides(variable: str) -> bool:
+    return variable.startswith(_PREFIX) and not variable.startswith(_NOT_SETTINGS)
+
+
 def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterator[Problem]:
     known = {_variable(at): at for at in _KEYS}
     for variable in sorted(environ):
-        if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
+        if not _overrides(variable):
             continue
         at = known.get(variable)
         if at is None:

@@ -64,8 +64,9 @@ def config_page() -> str:
         "# The config file: where the brokers are, and how a worker runs",
         "The option `--config FILE` names the config file; the default is `config/local.yaml`. Environment variables "
         "such as `DEDUP_COMMIT_INTERVAL` or `DEDUP_SECURITY__PASSWORD` override the file, and `--set "
-        "commit_interval=50ms` overrides both. Write secrets as `${env:NAME}` or `${file:PATH}`; secrets are never "
-        "printed. Only **bold** keys are required.",
+        "commit_interval=50ms` overrides both. `dedup demo`, and `dedup chaos` without `--config`, ignore these "
+        "variables, because they use a Kafka of their own. Write secrets as `${env:NAME}` or `${file:PATH}`; secrets "
+        "are never printed. Only **bold** keys are required.",
         _table(settings_schema()),
         "## Every key in one file",
         f"```yaml\n{example}```",

@@ -128,7 +128,15 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
 class ChaosFleet(Processes):
     """A fleet of ``count`` workers and, at times, one extra worker, each with its own ID and state directory."""
 
-    def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        topology_file: Path,
+        config: Path,
+        overrides: list[str],
+        count: int,
+        environ: Mapping[str, str],
+    ) -> None:
         self.most: Final = count + 1
         """The greatest number of workers, including the extra one. Workers are numbered from 0."""
         self._state: Final = directory
@@ -137,7 +145,7 @@ class ChaosFleet(Processes):
         for number in range(self.most):
             own = (f"state_dir={self.state_dir(number)}", f"worker_id=chaos-{number}", "web.enabled=false")
             commands[_name(number)] = [*run, *(part for each in (*overrides, *own) for part in ("--set", each))]
-        super().__init__(directory, commands)
+        super().__init__(directory, commands, environ=environ)
         self.starts = 0
         self.unprovoked: Final[list[str]] = []
         """A sentence for each time that a worker ended by itself with an error other than BrokerUnavailable."""

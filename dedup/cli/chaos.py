@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from dedup.cli.inputs import (
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dedup.chaos.checks import ChaosReport
     from dedup.chaos.fault_run import ScheduledFault, Tick
     from dedup.chaos.load import Age
@@ -86,6 +89,8 @@ class ChaosOptions:
     directory: Path
     """The directory for the run's logs and state."""
     console: Console
+    environ: Mapping[str, str]
+    """The environment of the workers."""
 
 
 def chaos(  # noqa: PLR0917  # one parameter per option
@@ -118,6 +123,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
     dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
     """
+    from dedup.settings import without_settings
+
     # With --json, stdout contains the report and nothing else.
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     parsed = read_topology(topology)
@@ -128,7 +135,11 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     refuse_no_page(report)
     with kept_after_errors("dedup-chaos-", console) as directory:
         count = partitions or _PARTITIONS
-        options = ChaosOptions(parsed, topology, minutes, workers, per_s, seed, harder, count, directory, console)
+        # An exported DEDUP_BROKERS would otherwise send the workers of an embedded Kafka to another cluster.
+        environ = without_settings(os.environ) if config is None else os.environ
+        options = ChaosOptions(
+            parsed, topology, minutes, workers, per_s, seed, harder, count, directory, console, environ
+        )
         found = _embedded(options) if config is None else _on_test_cluster(options, config)
         write_report(report, found.to_html(), found.to_json())
         print_report(found, report, console)
@@ -176,7 +187,8 @@ def _embedded(options: ChaosOptions) -> ChaosReport:
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             # The workers connect through the proxy; the checks connect directly.
-            settings = read_settings(config).model_copy(update={"brokers": (kafka.bootstrap,)})
+            settings = read_settings(config, environ=options.environ)
+            settings = settings.model_copy(update={"brokers": (kafka.bootstrap,)})
             return _run(options, config, settings, kafka, proxy)
 
 
@@ -222,7 +234,7 @@ def _apply(options: ChaosOptions, config: Path) -> None:
     from dedup.embedded.child_process import DEDUP
 
     command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own command
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=options.environ)  # noqa: S603  # our own command
     if done.returncode:
         raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
 
@@ -248,7 +260,9 @@ def _run(
         output = topology.output.topic if topology.output is not None else topology.dead_letter
         begin = dict.fromkeys(reader.bounds(output), 0)
     records = MadeRecords(topology, partitions, run=f"chaos-{options.seed}-{int(time.time())}", seed=options.seed)
-    fleet = ChaosFleet(options.directory, options.topology_file, config, list(_OVERRIDES), options.workers)
+    fleet = ChaosFleet(
+        options.directory, options.topology_file, config, list(_OVERRIDES), options.workers, options.environ
+    )
     with contextlib.ExitStack() as stack:
         live_checker = stack.enter_context(LiveChecker(topology, settings, begin))
         watches = tuple(

@@ -10,6 +10,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import random
 import sqlite3
 import time
@@ -31,7 +32,7 @@ from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable, InvariantBroken, VerificationFailed
-from dedup.settings import Settings
+from dedup.settings import Settings, without_settings
 from dedup.topology.chain import Named, describe_chain
 from dedup.topology.model import Topology
 from dedup.verify.render import print_report, to_html
@@ -182,8 +183,10 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
         config = directory / "config.yaml"
         known = {"brokers": [kafka.bootstrap], "topics": {"replication_factor": 1, "min_insync_replicas": 1}}
         config.write_text(json.dumps(known), encoding="utf-8")
-        settings = read_settings(config)
-        workers = stack.enter_context(ChaosFleet(directory, topology_file, config, ["log.format=text"], _WORKERS))
+        environ = without_settings(os.environ)
+        settings = read_settings(config, environ=environ)
+        fleet = ChaosFleet(directory, topology_file, config, ["log.format=text"], _WORKERS, environ)
+        workers = stack.enter_context(fleet)
         watch = stack.enter_context(Watch(settings, topology.name, "flights", PARTITIONS))
         console.print(f"{_WORKERS} workers: dedup run topologies/flights.yaml")
         distinct = Run(topology, settings, kafka, proxy, workers, watch, size, console).to_the_end()
@@ -276,7 +279,7 @@ class _Chain(Processes):
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
         commands = {name: [*DEDUP, *arguments, "--config", "config.yaml"] for name, arguments in COMMANDS.items()}
-        super().__init__(directory, commands, work_directory=directory)
+        super().__init__(directory, commands, work_directory=directory, environ=without_settings(os.environ))
         self._table: Final = directory / "flights.db"
 
     def until(self, wanted: int, source: _FileWriter) -> None:

@@ -84,12 +84,15 @@ def _topology(text: str, path: Path) -> Topology:
     return parse(text, name=str(path), read_file=beside(path))
 
 
-def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
+def read_settings(
+    config: Path | None, overrides: list[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
     """Return the settings of a config file, overridden by environment variables and by `--set`.
 
-    Raises SettingsError, which lists every problem, if any setting is invalid.
+    If ``environ`` is given, it is used instead of the process environment. Raises SettingsError, which lists every
+    problem, if any setting is invalid.
     """
-    return dedup.load_settings(config, overrides or [])
+    return dedup.load_settings(config, overrides or [], environ)
 
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:

@@ -21,9 +21,20 @@ _TAIL_LINES: Final = 15
 class ChildProcess:
     """A program that runs in its own session, so that Ctrl-C on the terminal does not stop it. All methods block."""
 
-    def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """Start the program in ``directory``, and append its output to ``log_file``."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_file: Path,
+        *,
+        directory: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the program in ``directory``, and append its output to ``log_file``.
+
+        If ``environ`` is None, the program inherits the environment of this process.
+        """
         self.log_file: Final = log_file
+        self._environ: Final = environ
         self.paused = False
         with log_file.open("ab") as log:
             self._log_begins: Final = log.tell()
@@ -83,6 +94,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=log,
             cwd=directory,
+            env=self._environ,
             start_new_session=True,
         )
 
@@ -110,12 +122,21 @@ class Processes:
     """Runs named processes, each with its own log file, and kills them when the context manager exits."""
 
     def __init__(
-        self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
+        self,
+        directory: Path,
+        commands: Mapping[str, Sequence[str]],
+        *,
+        work_directory: Path | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare the processes. ``commands`` maps each name, such as "worker 1", to the command line to run."""
+        """Prepare the processes. ``commands`` maps each name, such as "worker 1", to the command line to run.
+
+        If ``environ`` is None, the processes inherit the environment of this process.
+        """
         self._directory: Final = directory
         self._commands: Final = commands
         self._work_directory: Final = work_directory
+        self._environ: Final = environ
         self.running: Final[dict[str, ChildProcess]] = {}
         """The processes that were started and not yet stopped or killed. Some of them may have exited by themselves."""
 
@@ -130,7 +151,7 @@ class Processes:
         """Start the named processes. Each process appends its output to the log of its earlier runs."""
         for name in names:
             command, log_file = self._commands[name], self.log_file(name)
-            self.running[name] = ChildProcess(command, log_file, directory=self._work_directory)
+            self.running[name] = ChildProcess(command, log_file, directory=self._work_directory, environ=self._environ)
 
     def kill(self, name: str) -> None:
         """Kill the named process with SIGKILL."""

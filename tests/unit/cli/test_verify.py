@@ -1,16 +1,20 @@
-"""What commands that write a report refuse before they begin."""
+"""What commands that write a report refuse before they begin, and that an embedded Kafka is the only one they use."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from dedup.cli import chaos, spark
+from dedup.cli import chaos, demo_run, spark
 from dedup.cli.main import create_app
-from dedup.errors import DedupError, SettingsError, VerificationFailed
+from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, SettingsError, VerificationFailed
 from dedup.verify.report import Report
 
 TOPOLOGY = """
@@ -114,3 +118,81 @@ def test_chaos_refuses_what_forwards_nothing(tmp_path: Path, monkeypatch: pytest
     result = typed(tmp_path, "chaos")
     assert isinstance(result.exception, SettingsError), result.exception
     assert "forwards nothing" in str(result.exception)
+
+
+PROGRAM = "import os, sys; sys.exit(str(sorted(each for each in os.environ if each.startswith('DEDUP_'))))"
+SHOWS_ITS_VARIABLES = (sys.executable, "-c", PROGRAM)
+"""Takes the place of `dedup`, and fails with the names of dedup's variables."""
+OWN = "127.0.0.1:1"
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Export settings and a crash point, and return what stands for the embedded Kafka."""
+    monkeypatch.setenv("DEDUP_BROKERS", "prod:9092")
+    monkeypatch.setenv("DEDUP_TOPICS__REPLICATION_FACTOR", "3")
+    monkeypatch.setenv("DEDUP_CRASH_AT", "after_end:1")
+    kafka = MagicMock(bootstrap=OWN, proxied=SimpleNamespace(bootstrap=OWN, broker_port=1, proxy_port=2))
+    kafka.__enter__.return_value = kafka
+    for module in ("chaos.fault_run", "cli.demo_run", "embedded.child_process"):
+        monkeypatch.setattr(f"dedup.{module}.DEDUP", SHOWS_ITS_VARIABLES)
+    for module in ("chaos", "demo_run"):
+        monkeypatch.setattr(f"dedup.cli.{module}.embedded_kafka", lambda *_, **_options: kafka)
+    for name in ("cli.demo_run.make_topic", "chaos.load.make_topic"):
+        monkeypatch.setattr(f"dedup.{name}", lambda *_, **_options: None)
+    for name in ("cli.demo_run.FaultProxy", "embedded.fault_proxy.FaultProxy"):
+        monkeypatch.setattr(f"dedup.{name}", MagicMock())
+    return kafka
+
+
+def assert_only_the_crash_point(said: str) -> None:
+    assert "'DEDUP_CRASH_AT'" in said
+    assert "DEDUP_BROKERS" not in said
+    assert "DEDUP_TOPICS" not in said
+
+
+@pytest.mark.usefixtures("exported")
+def test_the_demo_stays_on_its_own_kafka_whatever_brokers_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Was: its workers joined the exported brokers' group `flights`."""
+    watch = MagicMock()
+    monkeypatch.setattr(demo_run, "Watch", watch)
+    with pytest.raises(InvariantBroken, match="ended by itself") as ended:
+        demo_run.run_demo(demo_run.FAST, tmp_path, Console(quiet=True))
+    assert watch.call_args.args[0].brokers == (OWN,)
+    assert_only_the_crash_point(str(ended.value))
+
+
+@pytest.mark.usefixtures("exported")
+def test_the_demo_of_the_chain_stays_on_its_own_kafka_whatever_brokers_are_exported(tmp_path: Path) -> None:
+    with pytest.raises(InvariantBroken, match="ended by itself") as ended:
+        demo_run.demo_chain(1_000, tmp_path, Console(quiet=True))
+    assert_only_the_crash_point(str(ended.value))
+
+
+@pytest.mark.usefixtures("exported")
+def test_chaos_creates_no_topics_on_brokers_that_are_exported(tmp_path: Path) -> None:
+    result = chaos_on_its_own_kafka(tmp_path)
+    assert isinstance(result.exception, BrokerUnavailable), result.exception
+    assert_only_the_crash_point(str(result.exception))
+
+
+@pytest.mark.usefixtures("exported")
+def test_chaos_kills_no_workers_on_brokers_that_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Was: its workers took partitions from the workers there, and were killed 12 times a minute."""
+    reader = MagicMock()
+    reader.__enter__.return_value.partitions.return_value = {"in": 4}
+    monkeypatch.setattr(chaos, "_apply", lambda *_: None)
+    monkeypatch.setattr("dedup.verify.kafka_reader.KafkaReader", lambda settings: reader(settings) and reader)
+    monkeypatch.setattr("dedup.chaos.fault_run.ChaosFleet", Mock(side_effect=lambda *given: pytest.fail(str(given))))
+    result = chaos_on_its_own_kafka(tmp_path)
+    assert reader.call_args.args[0].brokers == (OWN,)
+    assert_only_the_crash_point(str(result.exception))
+
+
+def chaos_on_its_own_kafka(directory: Path) -> Any:
+    file = directory / "topology.yaml"
+    file.write_text(f"{TOPOLOGY}output: {{topic: out}}\n", encoding="utf-8")
+    report = directory / "chaos.html"
+    return CliRunner().invoke(create_app(), ["chaos", str(file), "--report", str(report)])
