@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,26 @@ def test_a_registry_that_ends_by_itself_says_why(tmp_path, monkeypatch):
     with pytest.raises(RegistryUnavailable, match=r"ended unexpectedly[\s\S]*address in use"):
         registry.start()
     assert not registry.log_file.parent.exists()
+
+
+class Schemas(BaseHTTPRequestHandler):
+    """Answers as a registry without schemas does."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/apis/ccompat/v7/subjects" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Write nothing to stderr."""
+
+
+def test_a_registry_behind_a_proxy_of_the_environment_is_found_to_be_ready(monkeypatch):
+    """Was: the proxy was asked, so `dedup broker --registry` ended after 120 s: it did not start."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Schemas) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert EmbeddedRegistry(port=server.server_port)._answers()
+        server.shutdown()
