@@ -223,7 +223,7 @@ def use_release(release: str) -> None:
     patch.setattr(kafka_jars, "locked_jars", lambda: jars)
     if RELEASE < (3, 3):
         # A new cluster has no feature levels yet (KIP-778), and a node does not read this file.
-        patch.setattr(kafka_node, "_bootstrap_checkpoint", lambda *_: Path(os.devnull))
+        patch.setattr(kafka_node, "_bootstrap_checkpoint", lambda *_: b"")
 
 
 INSIDE = "kafka:9094"

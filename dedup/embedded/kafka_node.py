@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import random
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Final, Literal, Self
 from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import Progress, cache_dir, install_jars
-from dedup.errors import BrokerUnavailable, InvariantBroken
+from dedup.errors import FULL_DISK, BrokerUnavailable, InvariantBroken, Problem, SettingsError
 
 Profile = Literal["test", "bench"]
 """``test`` starts fastest; ``bench`` uses Kafka's default compiler and garbage collector."""
@@ -95,7 +96,7 @@ class EmbeddedKafka:
     The methods block and are not thread-safe. If `port` is 0, the node uses a free port. Without `data_dir`, the node
     keeps its data in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy.
     `properties` override the default properties. Every method that starts the node raises BrokerUnavailable if the
-    start fails.
+    start fails, and SettingsError if the node cannot keep its data in the directory.
     """
 
     def __init__(
@@ -223,16 +224,19 @@ class EmbeddedKafka:
 
     def _format(self, java: Path, jars: Path) -> None:
         data = self._directory() / "data"
-        data.parent.mkdir(parents=True, exist_ok=True)
-        (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
-        if (data / "meta.properties").exists():
-            return
-        data.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
+        with _kept_in(data.parent):
+            data.mkdir(parents=True, exist_ok=True)
+            (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
+            self.log_file.open("ab").close()
+            if (data / "meta.properties").exists():
+                return
+        checkpoint = _bootstrap_checkpoint(java, jars)
         cluster, node = self._identity()
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
-        # `meta.properties` is written last, because its presence means that the data directory is complete.
-        (data / "meta.properties").write_text(identity, encoding="utf-8")
+        with _kept_in(data.parent):
+            (data / "bootstrap.checkpoint").write_bytes(checkpoint)
+            # `meta.properties` is written last, because its presence means that the data directory is complete.
+            (data / "meta.properties").write_text(identity, encoding="utf-8")
 
     def _identity(self) -> tuple[str, int]:
         return new_id(), 1
@@ -306,9 +310,10 @@ class ClassArchive:
 
     def keep(self, exit_code: int) -> None:
         """Publish the class archive that the node has written, or delete it if the node was killed."""
-        if self.made is None:
+        # Java writes no archive into a cache that is read-only, where even deleting a missing file is an error.
+        if self.made is None or not self.made.is_file():
             return
-        if exit_code in _CLEAN_EXITS and self.made.is_file():
+        if exit_code in _CLEAN_EXITS:
             # Two nodes may publish an archive at the same time. The rename ensures that the archive is always complete.
             self.made.replace(self.file)
         else:
@@ -333,12 +338,29 @@ def free_ports(count: int) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return a file with the feature levels of a new cluster. The file is written only for a user's first node."""
+@contextlib.contextmanager
+def _kept_in(directory: Path) -> Iterator[None]:
+    """Raise SettingsError if a file of the node's directory cannot be written, unless a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise
+        text = f"Kafka cannot keep its data here: {error.strerror}: {error.filename}; name a directory that you can"
+        raise SettingsError([Problem(str(directory), f"{text} write to")]) from error
+
+
+def _bootstrap_checkpoint(java: Path, jars: Path) -> bytes:
+    """Return the feature levels of a new cluster, as a file of Kafka's.
+
+    Kafka's tool writes the file for a user's first node, and for every new data directory if ``jars`` is read-only, as
+    a cache that several users share may be.
+    """
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
-        return kept
-    with tempfile.TemporaryDirectory(dir=jars) as temporary:
+        return kept.read_bytes()
+    is_writable = os.access(jars, os.W_OK)
+    with tempfile.TemporaryDirectory(dir=jars if is_writable else None) as temporary:
         config = Path(temporary) / "server.properties"
         lines = (
             "process.roles=broker,controller",
@@ -357,9 +379,12 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
                 f"Kafka's storage tool failed with exit code {made.returncode}: {made.stderr.strip()[-500:]}. "
                 f"Delete {jars} and try again."
             )
-        # Two processes may create the file at the same time. The rename ensures that the file is always complete.
-        (Path(temporary) / "data" / "bootstrap.checkpoint").replace(kept)
-    return kept
+        made = Path(temporary) / "data" / "bootstrap.checkpoint"
+        checkpoint = made.read_bytes()
+        if is_writable:
+            # Two processes may create the file at the same time. The rename ensures that the file is always complete.
+            made.replace(kept)
+    return checkpoint
 
 
 def new_id() -> str:

@@ -1,0 +1,70 @@
+"""The embedded Kafka before its Java runs: where it keeps its data, and what it says if it cannot."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.embedded import kafka_node
+from dedup.errors import SettingsError
+
+# As Kafka's storage tool does, it writes the feature levels into the directory that its last argument names. As a node
+# does that cannot bind its port, it ends.
+JAVA = """#!/bin/sh
+for last; do :; done
+data=$(sed -n 's/^log.dirs=//p' "$last")
+case "$*" in
+  *StorageTool*) mkdir -p "$data" && echo levels > "$data/bootstrap.checkpoint" ;;
+  *) echo "the node ends"; exit 3 ;;
+esac
+"""
+
+
+@pytest.fixture
+def jars(tmp_path, monkeypatch):
+    """Return the directory of the jars; a Java that starts no node is installed."""
+    java, jars = tmp_path / "jdk" / "bin" / "java", tmp_path / "cache" / "kafka"
+    for directory in (java.parent, jars):
+        directory.mkdir(parents=True)
+    java.write_text(JAVA, encoding="ascii")
+    java.chmod(java.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(kafka_node, "find_java", lambda _: java)
+    monkeypatch.setattr(kafka_node, "install_jars", lambda *_: jars)
+    return jars
+
+
+@pytest.mark.usefixtures("jars")
+@pytest.mark.parametrize(
+    ("exists", "why"),
+    [("kafka", "Not a directory"), ("kafka/data", "File exists"), ("kafka/kafka.log/", "Is a directory")],
+)
+def test_a_data_directory_that_cannot_be_written_is_named_in_a_sentence(tmp_path, exists, why):
+    """Was: a traceback."""
+    place = tmp_path / exists
+    place.parent.mkdir(exist_ok=True)
+    place.mkdir() if exists.endswith("/") else place.touch()
+    result = CliRunner().invoke(create_app(), ["broker", "--data-dir", str(tmp_path / "kafka")])
+    assert isinstance(result.exception, SettingsError), result.exception
+    said = f"{tmp_path}/kafka: Kafka cannot keep its data here: {why}: {tmp_path}/kafka"
+    assert str(result.exception).startswith(said)
+    assert str(result.exception).endswith("; name a directory that you can write to")
+
+
+def test_jars_in_a_directory_that_is_read_only_serve_a_new_data_directory(jars, tmp_path, monkeypatch):
+    """Was: a traceback, although an error text advises to copy that directory from another machine."""
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    checkpoint = kafka_node._bootstrap_checkpoint(kafka_node.find_java({}), jars)
+    assert checkpoint == b"levels\n"
+    assert not list(jars.iterdir())
+
+
+def test_the_feature_levels_of_a_new_cluster_are_kept_with_the_jars(jars):
+    java = kafka_node.find_java({})
+    assert kafka_node._bootstrap_checkpoint(java, jars) == b"levels\n"
+    (jars / "bootstrap.checkpoint").write_text("kept", encoding="ascii")
+    assert kafka_node._bootstrap_checkpoint(java, jars) == b"kept"
+    assert [each.name for each in jars.iterdir()] == ["bootstrap.checkpoint"]
