@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -34,6 +35,8 @@ _CLEAN_EXITS: Final = frozenset({0, 143})
 """The exit codes of a Java process that has ended normally or after SIGTERM."""
 _POLL_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
+_ESCAPED: Final = re.compile(r"[^ -~]|\\")
+"""The characters that a properties file contains only as escapes."""
 
 _PROPERTIES: Final[Mapping[str, str]] = {
     "process.roles": "broker,controller",
@@ -164,9 +167,11 @@ class EmbeddedKafka:
             tries -= 1
             # Another process may have taken the free port before Kafka could bind it.
             if not tries or "Address already in use" not in process.log:
+                code = process.exit_code
+                how = f"did not start within {_STARTS_WITHIN_S:g} s" if code is None else f"ended with exit code {code}"
                 self.kill()
                 raise BrokerUnavailable(
-                    f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
+                    f"The embedded Kafka {how}. "
                     f"The end of {self.log_file}:\n{process.log_tail}\n"
                     f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
                 )
@@ -224,9 +229,12 @@ class EmbeddedKafka:
 
     def _format(self, java: Path, jars: Path) -> None:
         data = self._directory() / "data"
+        if "," in str(data):
+            text = "Kafka would take the comma for the end of this path; name a directory without a comma"
+            raise SettingsError([Problem(str(data.parent), f"{text} (--data-dir or the variable TMPDIR)")])
         with _kept_in(data.parent):
             data.mkdir(parents=True, exist_ok=True)
-            (data.parent / "server.properties").write_text(self._config(data), encoding="utf-8")
+            (data.parent / "server.properties").write_text(self._config(data), encoding="ascii")
             self.log_file.open("ab").close()
             if (data / "meta.properties").exists():
                 return
@@ -258,7 +266,7 @@ class EmbeddedKafka:
             "log.dirs": str(data),
             **self._overrides,
         }
-        return "".join(f"{key}={value}\n" for key, value in properties.items())
+        return _written(properties)
 
     def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)
@@ -338,6 +346,16 @@ def free_ports(count: int) -> tuple[int, ...]:
     return tuple(ports)
 
 
+def _written(properties: Mapping[str, str]) -> str:
+    """Return a file of properties. Java reads such a file as Latin-1, with escapes for all other characters."""
+    return "".join(f"{_ESCAPED.sub(_escape, f'{key}={value}')}\n" for key, value in properties.items())
+
+
+def _escape(character: re.Match[str]) -> str:
+    units = character[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
 @contextlib.contextmanager
 def _kept_in(directory: Path) -> Iterator[None]:
     """Raise SettingsError if a file of the node's directory cannot be written, unless a disk is full."""
@@ -362,15 +380,15 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> bytes:
     is_writable = os.access(jars, os.W_OK)
     with tempfile.TemporaryDirectory(dir=jars if is_writable else None) as temporary:
         config = Path(temporary) / "server.properties"
-        lines = (
-            "process.roles=broker,controller",
-            "node.id=1",
-            "controller.listener.names=CONTROLLER",
-            f"controller.quorum.voters=1@{HOST}:9093",
-            f"listeners=PLAINTEXT://{HOST}:9092,CONTROLLER://{HOST}:9093",
-            f"log.dirs={temporary}/data",
-        )
-        config.write_text("\n".join(lines), encoding="utf-8")
+        properties = {
+            "process.roles": "broker,controller",
+            "node.id": "1",
+            "controller.listener.names": "CONTROLLER",
+            "controller.quorum.voters": f"1@{HOST}:9093",
+            "listeners": f"PLAINTEXT://{HOST}:9092,CONTROLLER://{HOST}:9093",
+            "log.dirs": f"{temporary}/data",
+        }
+        config.write_text(_written(properties), encoding="ascii")
         tool = [str(java), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
         command = [*tool, "format", "-t", new_id(), "-c", str(config)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -379,11 +397,11 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> bytes:
                 f"Kafka's storage tool failed with exit code {made.returncode}: {made.stderr.strip()[-500:]}. "
                 f"Delete {jars} and try again."
             )
-        made = Path(temporary) / "data" / "bootstrap.checkpoint"
-        checkpoint = made.read_bytes()
+        file = Path(temporary) / "data" / "bootstrap.checkpoint"
+        checkpoint = file.read_bytes()
         if is_writable:
             # Two processes may create the file at the same time. The rename ensures that the file is always complete.
-            made.replace(kept)
+            file.replace(kept)
     return checkpoint
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
 from dedup.embedded import kafka_node
-from dedup.errors import SettingsError
+from dedup.errors import BrokerUnavailable, SettingsError
 
 # As Kafka's storage tool does, it writes the feature levels into the directory that its last argument names. As a node
 # does that cannot bind its port, it ends.
@@ -68,3 +68,27 @@ def test_the_feature_levels_of_a_new_cluster_are_kept_with_the_jars(jars):
     (jars / "bootstrap.checkpoint").write_text("kept", encoding="ascii")
     assert kafka_node._bootstrap_checkpoint(java, jars) == b"kept"
     assert [each.name for each in jars.iterdir()] == ["bootstrap.checkpoint"]
+
+
+def test_a_path_that_is_not_latin_is_what_java_reads():
+    """Was: `/home/josé` became `/home/josÃ©`, and Kafka found no data directory there."""
+    written = kafka_node._written({"log.dirs": "/home/josé/数/😀/a\\b"})
+    assert written == "log.dirs=/home/jos\\u00e9/\\u6570/\\ud83d\\ude00/a\\u005cb\n"
+
+
+@pytest.mark.usefixtures("jars")
+def test_a_data_directory_with_a_comma_is_refused_in_a_sentence(tmp_path):
+    """Was: Kafka looked in two directories, and ended."""
+    result = CliRunner().invoke(create_app(), ["broker", "--data-dir", str(tmp_path / "a,b")])
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert str(result.exception).startswith(f"{tmp_path}/a,b: Kafka would take the comma for the end of this path")
+    assert not (tmp_path / "a,b").exists()
+
+
+@pytest.mark.usefixtures("jars")
+def test_a_node_that_ends_at_once_is_not_said_to_be_slow(tmp_path):
+    """Was: it "did not start within 60 s", after one."""
+    result = CliRunner().invoke(create_app(), ["broker", "--data-dir", str(tmp_path / "kafka"), "--port", "0"])
+    assert isinstance(result.exception, BrokerUnavailable), result.exception
+    assert str(result.exception).startswith("The embedded Kafka ended with exit code 3. The end of")
+    assert "the node ends" in str(result.exception)
