@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from dedup.cli.inputs import JsonOption, embedded_kafka, embedded_registry, kept_after_errors, pairs_of, refuse_no_page
+from dedup.errors import Terminated
 
 _REGISTRY_PORT: Final = 8081
 _RegistryPort = Annotated[
@@ -52,6 +53,8 @@ def broker(
     if registry_port is not None and not registry:
         raise typer.BadParameter("--registry-port is the port of the schema registry; add --registry")
     properties = pairs_of("--set", overrides)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # `nohup` makes a process ignore the signal
+        signal.signal(signal.SIGHUP, _hang_up)
     with ExitStack() as running:
         kafka = running.enter_context(embedded_kafka(data_dir, port=port, properties=properties))
         at = _REGISTRY_PORT if registry_port is None else registry_port
@@ -79,6 +82,12 @@ def broker(
                 schemas.check()
     typer.echo(f"{what} {'has' if schemas is None else 'have'} shut down.", err=True)
     raise typer.Exit(130 if received[0] == signal.SIGINT else 0)
+
+
+def _hang_up(number: int, _frame: object) -> None:
+    # When a terminal is closed, its shell and the kernel may both send the signal, but cleaning up must not end early.
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated(128 + number)
 
 
 def demo(

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 import dedup
-from dedup.errors import DedupError, Problem, SettingsError, TopologyError
+from dedup.errors import DedupError, Problem, SettingsError, Terminated, TopologyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -249,11 +249,11 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
 
 @contextlib.contextmanager
 def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
-    """Yield a temporary directory, and delete it at the end unless an error or Ctrl-C ends the ``with`` block."""
+    """Yield a temporary directory, and delete it at the end unless an error or a signal ends the ``with`` block."""
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield directory
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt, Terminated):
         console.print(f"the logs are in {directory}", style="yellow", markup=False, emoji=False)
         raise
     shutil.rmtree(directory, ignore_errors=True)
@@ -266,14 +266,13 @@ def embedded_kafka(
     """Run an embedded Kafka during the ``with`` block. Shows a progress bar during a download."""
     from dedup.embedded.kafka_node import EmbeddedKafka
 
-    with _download_bar("Kafka 4.1.1 from Maven Central") as show:
-        kafka = EmbeddedKafka(
-            data_dir=data_dir, port=port, profile="bench", proxied=proxied, properties=properties, progress=show
-        ).start()
-    try:
+    with contextlib.ExitStack() as running:
+        with _download_bar("Kafka 4.1.1 from Maven Central") as show:
+            kafka = EmbeddedKafka(
+                data_dir=data_dir, port=port, profile="bench", proxied=proxied, properties=properties, progress=show
+            )
+            running.enter_context(kafka)
         yield kafka
-    finally:
-        kafka.stop()
 
 
 @contextlib.contextmanager
@@ -281,12 +280,10 @@ def embedded_registry(port: int) -> Iterator[EmbeddedRegistry]:
     """Run an embedded schema registry during the ``with`` block. Shows a progress bar during a download."""
     from dedup.embedded.registry_node import EmbeddedRegistry
 
-    with _download_bar("Apicurio Registry from Maven Central") as show:
-        registry = EmbeddedRegistry(port=port, progress=show).start()
-    try:
+    with contextlib.ExitStack() as running:
+        with _download_bar("Apicurio Registry from Maven Central") as show:
+            registry = running.enter_context(EmbeddedRegistry(port=port, progress=show))
         yield registry
-    finally:
-        registry.stop()
 
 
 @contextlib.contextmanager

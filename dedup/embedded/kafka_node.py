@@ -154,8 +154,19 @@ class EmbeddedKafka:
         self.kill()  # `kill` cleans up after a node that ended by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)
-        self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
         first_start = not self._ports
+        try:
+            self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
+            self._start(java, jars, first_start=first_start)
+        except BaseException as error:
+            self.kill()
+            # BrokerUnavailable names the log, which is among the temporary data; Ctrl-C, for example, leaves nothing.
+            if first_start and not isinstance(error, BrokerUnavailable):
+                self._forget()
+            raise
+        return self
+
+    def _start(self, java: Path, jars: Path, *, first_start: bool) -> None:
         tries = _PORT_TRIES if first_start else 1
         while True:
             if first_start:
@@ -163,16 +174,14 @@ class EmbeddedKafka:
             self._format(java, jars)
             process = self.process = self._launch(java, jars)
             if self._ready(process):
-                return self
+                return
             tries -= 1
             # Another process may have taken the free port before Kafka could bind it.
             if not tries or "Address already in use" not in process.log:
                 code = process.exit_code
                 how = f"did not start within {_STARTS_WITHIN_S:g} s" if code is None else f"ended with exit code {code}"
-                self.kill()
                 raise BrokerUnavailable(
-                    f"The embedded Kafka {how}. "
-                    f"The end of {self.log_file}:\n{process.log_tail}\n"
+                    f"The embedded Kafka {how}. The end of {self.log_file}:\n{process.log_tail}\n"
                     f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
                 )
 
@@ -188,6 +197,10 @@ class EmbeddedKafka:
     def stop(self) -> None:
         """Shut the node down cleanly, delete temporary data, and free the ports, unless the node is already stopped."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Delete temporary data, and free the ports."""
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir, self._ports = None, ()

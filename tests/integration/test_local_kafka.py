@@ -172,6 +172,27 @@ def test_the_command_runs_a_schema_registry_beside_kafka(tmp_path: Path) -> None
         SchemaRegistry(url, {}).kind()
 
 
+def test_a_command_whose_terminal_is_closed_deletes_its_data(tmp_path: Path) -> None:
+    """Was: it ended at once, and `dedup-kafka-*` stayed among the temporary files."""
+    # A test run under `nohup` ignores SIGHUP, and so would the command.
+    script = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from dedup.cli.main import main; main()"
+    command = [sys.executable, "-c", script, "broker", "--port", "0"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        assert [each.name.startswith("dedup-kafka-") for each in tmp_path.iterdir()] == [True]
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(90) == 128 + signal.SIGHUP
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_data_directory_may_have_any_letters(tmp_path: Path) -> None:
+    """Was: Kafka read its path as Latin-1, and ended."""
+    with EmbeddedKafka(data_dir=tmp_path / "josé 数") as node:
+        assert admin_of(node.bootstrap).client.list_topics(timeout=10).brokers
+
+
 def test_the_command_shows_addresses_and_how_to_stop_it() -> None:
     with ExitStack() as stack:
         command = [*DEDUP, "broker", "--port", "0"]

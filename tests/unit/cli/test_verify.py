@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dedup.cli import chaos, demo_run, spark
 from dedup.cli.main import create_app
-from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, SettingsError, VerificationFailed
+from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, SettingsError, Terminated, VerificationFailed
 from dedup.verify.report import Report
 
 TOPOLOGY = """
@@ -196,3 +197,15 @@ def chaos_on_its_own_kafka(directory: Path) -> Any:
     file.write_text(f"{TOPOLOGY}output: {{topic: out}}\n", encoding="utf-8")
     report = directory / "chaos.html"
     return CliRunner().invoke(create_app(), ["chaos", str(file), "--report", str(report)])
+
+
+@pytest.mark.parametrize("end", [Terminated(143), KeyboardInterrupt()])
+def test_a_demo_that_is_told_to_end_says_where_its_logs_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end
+) -> None:
+    """Was: after SIGTERM, its directory stayed, and nobody was told."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo_run, "run_demo", Mock(side_effect=end))
+    result = CliRunner().invoke(create_app(), ["demo", "--fast"])
+    (kept,) = tmp_path.iterdir()
+    assert f"the logs are in {kept}" in result.output

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -92,3 +95,35 @@ def test_a_node_that_ends_at_once_is_not_said_to_be_slow(tmp_path):
     assert isinstance(result.exception, BrokerUnavailable), result.exception
     assert str(result.exception).startswith("The embedded Kafka ended with exit code 3. The end of")
     assert "the node ends" in str(result.exception)
+
+
+STARTS_FOR_LONG = """
+import signal, sys, time
+from pathlib import Path
+from dedup.cli.main import main
+from dedup.embedded import kafka_node
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+java, jars = map(Path, sys.argv[1:])
+kafka_node.find_java = lambda _: java
+kafka_node.install_jars = lambda *_: jars
+kafka_node.EmbeddedKafka._ready = lambda *_: print("it starts", flush=True) or time.sleep(600)
+sys.argv = ["dedup", "broker", "--port", "0"]
+main()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_broker_that_is_told_to_end_while_it_starts_leaves_no_data_behind(jars, tmp_path, how):
+    """Was: a directory `dedup-kafka-*` among the temporary files."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-c", STARTS_FOR_LONG, str(kafka_node.find_java({})), str(jars)]
+    environ = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ) as broker:
+        assert broker.stdout is not None
+        assert broker.stdout.readline() == b"it starts\n"
+        assert [each.name.startswith("dedup-kafka-") for each in temporary.iterdir()] == [True]
+        broker.send_signal(how)
+        assert broker.wait(60) == 128 + how
+    assert not list(temporary.iterdir())
