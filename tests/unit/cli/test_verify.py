@@ -128,8 +128,9 @@ OWN = "127.0.0.1:1"
 
 
 @pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Export settings and a crash point, and return what stands for the embedded Kafka."""
+def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Export settings and a crash point, and let nothing run but what shows its variables."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("DEDUP_BROKERS", "prod:9092")
     monkeypatch.setenv("DEDUP_TOPICS__REPLICATION_FACTOR", "3")
     monkeypatch.setenv("DEDUP_CRASH_AT", "after_end:1")
@@ -143,7 +144,6 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Mock:
         monkeypatch.setattr(f"dedup.{name}", lambda *_, **_options: None)
     for name in ("cli.demo_run.FaultProxy", "embedded.fault_proxy.FaultProxy"):
         monkeypatch.setattr(f"dedup.{name}", MagicMock())
-    return kafka
 
 
 def assert_only_the_crash_point(said: str) -> None:
@@ -182,11 +182,15 @@ def test_chaos_creates_no_topics_on_brokers_that_are_exported(tmp_path: Path) ->
 @pytest.mark.usefixtures("exported")
 def test_chaos_kills_no_workers_on_brokers_that_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Was: its workers took partitions from the workers there, and were killed 12 times a minute."""
+
+    def refuse(*given: Any) -> None:
+        raise InvariantBroken(str(list(given[-1])))
+
     reader = MagicMock()
     reader.__enter__.return_value.partitions.return_value = {"in": 4}
     monkeypatch.setattr(chaos, "_apply", lambda *_: None)
     monkeypatch.setattr("dedup.verify.kafka_reader.KafkaReader", lambda settings: reader(settings) and reader)
-    monkeypatch.setattr("dedup.chaos.fault_run.ChaosFleet", Mock(side_effect=lambda *given: pytest.fail(str(given))))
+    monkeypatch.setattr("dedup.chaos.fault_run.ChaosFleet", refuse)
     result = chaos_on_its_own_kafka(tmp_path)
     assert reader.call_args.args[0].brokers == (OWN,)
     assert_only_the_crash_point(str(result.exception))
