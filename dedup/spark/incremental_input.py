@@ -16,15 +16,15 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
-from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRule, PartsRule, Path, member_paths
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRule, PartsRule, member_paths
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
 from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden
-from dedup.spark.row_events import as_events, quoted
+from dedup.spark.row_events import as_events, quoted, type_at
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
 from dedup.topology.model import Topology
@@ -408,16 +408,5 @@ def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
             wanted = [(each.name,) for each in schema.fields if (each.name,) not in exclude]
         case _:
             return {}
-    found = {".".join(map(str, path)): _type_at(schema, path) for path in wanted}
-    return {name: kind.simpleString() for name, kind in found.items() if kind is not None}
-
-
-def _type_at(kind: DataType | None, path: Path) -> DataType | None:
-    for step in path:
-        if isinstance(kind, StructType) and isinstance(step, str):
-            kind = {each.name: each.dataType for each in kind.fields}.get(step)
-        elif isinstance(kind, ArrayType) and isinstance(step, int):
-            kind = kind.elementType
-        else:
-            return None
-    return kind
+    found = {".".join(map(str, path)): type_at(schema, path) for path in wanted}
+    return {name: kind.simpleString() for name, kind in found.items() if not isinstance(kind, str)}

@@ -238,30 +238,32 @@ def unfit_columns(schema: StructType, topology: Topology) -> Iterator[Problem]:
     parts = (part.rule for each in alternatives_of(rule) if isinstance(each, PartsRule) for part in each.parts)
     of_parts = {part.path for part in parts if isinstance(part, FieldRule)}
     for path in member_paths(rule):
-        found = _type_at(schema, path)
+        found = type_at(schema, path)
         text = found if isinstance(found, str) else _unfit_id(found, whole=path in of_parts)
         if text is not None:
             yield Problem("tracking_id", f"{format_path(path)} {text}")
     if isinstance(topology.event_time, FieldTime):
         path, unit = topology.event_time.path, topology.event_time.unit
-        found = _type_at(schema, path)
+        found = type_at(schema, path)
         text = found if isinstance(found, str) else _unfit_time(found, unit)
         if text is not None:
             yield Problem("event_time", f"{format_path(path)} {text}")
 
 
-def _type_at(schema: StructType, path: Path) -> DataType | str:
-    """Return the type at a path (`VariantType` if only the rows show it), or the reason why no row has the path."""
+def type_at(schema: StructType, path: Path) -> DataType | str:
+    """Return the type at a path (`VariantType` if only the rows show it), or the reason why no row has the path.
+
+    For a user-defined type, this is the type in which Spark stores it.
+    """
     kind: DataType = schema
     for at, step in enumerate(path):
-        kind = kind.sqlType() if isinstance(kind, UserDefinedType) else kind
         match kind:
             case StructType() if step in kind.names:
-                kind = kind[str(step)].dataType
+                kind = _stored(kind[str(step)].dataType)
             case ArrayType() if isinstance(step, int):
-                kind = kind.elementType
+                kind = _stored(kind.elementType)
             case MapType() if isinstance(step, str):
-                kind = kind.valueType
+                kind = _stored(kind.valueType)
             case VariantType():
                 return kind
             case StructType():
@@ -271,6 +273,10 @@ def _type_at(schema: StructType, path: Path) -> DataType | str:
                 wanted = f"position {step}" if isinstance(step, int) else f"member `{step}`"
                 return f"is not there: {format_path(path[:at])} is {kind.simpleString()}, which has no {wanted}"
     return kind
+
+
+def _stored(kind: DataType) -> DataType:
+    return kind.sqlType() if isinstance(kind, UserDefinedType) else kind
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

@@ -17,12 +17,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrameWriter
+from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType, UserDefinedType
 
 from dedup.core.reference_model import ReferenceModel
 from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
 from dedup.spark.incremental import OutputTable, incremental, store_warning
-from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
+from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions, id_types
 from dedup.spark.table_log import DeltaLog
 from dedup.topology.parse import parse
 from tests.spark.parity import NOW_MS, POLICIES, Row, by_model, document, model_record, recipe_of, rules_of, stream
@@ -580,6 +581,32 @@ def test_a_dataframe_is_one_run_which_may_be_repeated_and_an_id_keeps_its_type(s
     with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, but was int"):
         judge(bronze_rows(spark, [2], [2], id_type="string"))
     assert not judge(second.limit(0)).fresh
+
+
+class Place(UserDefinedType):
+    """What Spark stores as an array of numbers."""
+
+    @classmethod
+    def sqlType(cls):  # noqa: N802  # the name that PySpark calls
+        return ArrayType(DoubleType())
+
+
+def test_an_id_in_a_map_or_in_a_type_of_the_user_keeps_its_type(spark, tmp_path):
+    """Was: 1 and "1" were different IDs, so what earlier runs had judged became unique."""
+    silver = str(tmp_path / "silver")
+    made = topology(tracking_id={"field": "attrs.id"}, event_time={"field": "placed_ms", "unit": "ms"})
+
+    def judge(kind):
+        rows = bronze_rows(spark, [1], [0]).selectExpr(f"map('id', CAST(id AS {kind})) AS attrs", "placed_ms")
+        return incremental(NewRows(rows, rows_are_events=True), made, silver, now_ms=NOW_MS, say=quiet)
+
+    assert judge("string").verdicts == {"unique": 1}
+    with pytest.raises(
+        StateIncompatible, match=r"column `attrs\.id` of the DataFrame is bigint, but was string in ear"
+    ):
+        judge("bigint")
+    places = StructType([StructField("at", Place())])
+    assert id_types(places, topology(tracking_id={"field": "at[0]"})) == {"at.0": "double"}
 
 
 DRIVER = """
