@@ -33,14 +33,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
-from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.errors import BrokerUnavailable, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Judging, balanced, counts_of, history_of, judging, mode_of
 from dedup.spark.columns import Batches
 from dedup.spark.files import History
 from dedup.spark.input_files import literal
 from dedup.spark.manifest import RENAMING, REPORT, RunManifest, listed, report_path
 from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
-from dedup.spark.table_log import DeltaLog, refusing_unfit_rows
+from dedup.spark.table_log import DeltaLog, explained_by_delta
 from dedup.topology.model import Topology
 
 OutputFormat = Literal["parquet", "delta"]
@@ -101,8 +101,8 @@ def backfill(
     Raises StateIncompatible if the run was published with a different input or topology, if another job publishes it in
     the meantime, if rows are repeated or belong to other topics, or if retention deleted records while the job was
     reading them. Raises RecordFailed if the policy `fail` applies to a record. Raises SettingsError or TopologyError
-    for damaged files, an unsuitable table, or an invalid run name. `backfill` raises all of these errors before it
-    publishes any verdict.
+    for damaged files, an unsuitable table, or an invalid run name. Raises BrokerUnavailable if the job of another run
+    changed the Delta table at the same time. `backfill` raises all of these errors before it publishes any verdict.
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
@@ -300,8 +300,13 @@ class RunDirectory:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The commit to the table publishes the run. A second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
-        with refusing_unfit_rows(self.path, "Delta"):
-            writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
+        try:
+            with explained_by_delta(self.path):
+                writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
+        except BrokerUnavailable as error:
+            if self._published() is not None or self._in_table():
+                raise self._too_late() from error
+            raise
         table = self._spark.read.format("delta").load(self.path)
         try:
             made = report(table.where(F.col("run") == self._run))

@@ -34,8 +34,8 @@ from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompa
 from dedup.spark.session import HadoopDirectory
 
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
-CONFLICT: Final = re.compile(
-    r"DELTA_(METADATA|PROTOCOL)_CHANGED|DELTA_CONCURRENT_|(MetadataChanged|Concurrent\w+)Exception"
+_CONFLICT: Final = re.compile(
+    r"DELTA_(METADATA|PROTOCOL)_CHANGED|DELTA_CONCURRENT_|((Metadata|Protocol)Changed|Concurrent\w+)Exception"
 )
 _VIOLATED: Final = re.compile(r"\[DELTA_\w*CONSTRAINT\w*\] [^\n]*")
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
@@ -120,6 +120,24 @@ def refusing_unfit_rows(path: str, system: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def explained_by_delta(path: str) -> Iterator[None]:
+    """Inside the ``with`` block, turn Delta's errors about a write to the table at ``path`` into dedup's errors.
+
+    Raises BrokerUnavailable if another job changed the table at the same time, and StateIncompatible if rows do not fit
+    into the table (`refusing_unfit_rows`). Errors with another cause stay as they are.
+    """
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        if _CONFLICT.search(str(error)):
+            raise BrokerUnavailable(
+                f"{path}: another job changed the table at the same time. Nothing was written. Run the command again."
+            ) from error
+        with refusing_unfit_rows(path, "Delta"):
+            raise
+
+
 class DeltaLog:
     """The log of the Delta table at a path; the table does not have to exist yet."""
 
@@ -191,13 +209,8 @@ class DeltaLog:
             return since
         if made:
             raise StateIncompatible(taken) from failed
-        if failed is not None and CONFLICT.search(str(failed)):
-            raise BrokerUnavailable(
-                f"{self.path}: another job changed the table while commit {number} was being written. Nothing was "
-                f"written. Try again."
-            ) from failed
         if failed is not None:
-            with refusing_unfit_rows(self.path, "Delta"):
+            with explained_by_delta(self.path):
                 raise failed
         if not since and self.latest() != after:
             raise StateIncompatible(

@@ -32,14 +32,14 @@ from dedup.connect.upsert import RowMaker
 from dedup.core.formats import Format
 from dedup.core.framing import HEADER, PREFIX_BYTES, SchemaIdPlace
 from dedup.core.tracking_id import Path, format_path
-from dedup.errors import BrokerUnavailable, InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified, payload_columns
 from dedup.spark.json_digits import inexact
 from dedup.spark.kafka_source import history_of_range, settled_ends
 from dedup.spark.row_events import quoted
 from dedup.spark.session import described
-from dedup.spark.table_log import CONFLICT, DeltaLog, refusing_unfit_rows
+from dedup.spark.table_log import DeltaLog, explained_by_delta
 from dedup.topology.model import SinkColumn, Topology
 from dedup.topology.schema import ColumnType
 from dedup.verify.kafka_reader import KafkaReader
@@ -399,7 +399,7 @@ def upsert_delta(found: TableRows, path: str) -> int:
         f"MERGE INTO {table} t USING {{source}} s ON t.{ID} = s.{ID} "
         f"WHEN MATCHED AND {newer} THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
     )
-    with _explained_by_delta(path), described(spark, f"{path}: merge the newest row of each tracking ID"):
+    with explained_by_delta(path), described(spark, f"{path}: merge the newest row of each tracking ID"):
         spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) USING delta")
         there = spark.read.format("delta").load(path)
         _refuse_other_columns(path, _types(source.schema), _types(there.schema))
@@ -410,20 +410,6 @@ def upsert_delta(found: TableRows, path: str) -> int:
     if row is None:
         raise InvariantBroken("Delta's MERGE reported no counts of rows.")
     return int(row["num_affected_rows"])
-
-
-@contextlib.contextmanager
-def _explained_by_delta(path: str) -> Iterator[None]:
-    """Inside the ``with`` block, turn errors about the table into dedup's errors."""
-    try:
-        yield
-    except (PySparkException, Py4JJavaError) as error:
-        if CONFLICT.search(str(error)):
-            raise BrokerUnavailable(
-                f"{path}: another job changed the table at the same time. Nothing was written. Run the command again."
-            ) from error
-        with refusing_unfit_rows(path, "Delta"):
-            raise
 
 
 def _types(schema: t.StructType) -> dict[str, str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from dedup.errors import InvariantBroken, RecordFailed, StateIncompatible
+from dedup.errors import BrokerUnavailable, InvariantBroken, RecordFailed, StateIncompatible
 from dedup.spark import backfill as module
 from dedup.spark import read_run
 from dedup.spark.backfill import RunDirectory, backfill
+from dedup.spark.batch_verdicts import Judging
 from dedup.spark.files import read_files
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, write
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -63,6 +66,44 @@ def test_of_two_jobs_that_overlap_one_publishes_and_the_other_is_told(spark, tmp
         assert verdicts(spark, out) == VERDICTS
         assert sorted(path.name for path in out.iterdir()) == ["_attempt-backfill-2-0123abcd", "run=backfill"]
         assert not backfill(history, topology(grace="4s"), str(out), now_ms=NOW_MS).fresh
+
+
+@pytest.mark.parametrize("run", ["backfill", "june"])
+def test_of_two_jobs_that_write_to_one_delta_table_at_once_the_later_one_is_told(
+    spark, tmp_path, monkeypatch, history, run
+):
+    """Was: a traceback of Delta's."""
+    out, begun, ready = str(tmp_path / "out"), tmp_path / "begun", tmp_path / "ready"
+    before = Judging.frame
+
+    def waiting(batches):
+        begun.touch()
+        until(ready.exists, "the other job's commit", within_s=300)
+        yield from batches
+
+    def first(self):
+        monkeypatch.setattr(Judging, "frame", before)
+        rows = before(self).coalesce(1)
+        return rows.mapInArrow(waiting, rows.schema)
+
+    monkeypatch.setattr(Judging, "frame", first)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(backfill, history, topology(), out, run=run, fmt="delta", now_ms=NOW_MS)
+        try:
+            until(begun.exists, "the first job to write its rows")
+            backfill(history, topology(grace="4s"), out, fmt="delta", now_ms=NOW_MS)
+        finally:
+            ready.touch()
+        told = job.exception()
+    error, text = (
+        (StateIncompatible, "another job has published the same run")
+        if run == "backfill"
+        else (BrokerUnavailable, "another job changed the table at the same time. Nothing was written. Run the command")
+    )
+    assert isinstance(told, error)
+    assert text in str(told)
+    assert verdicts(spark, out) == VERDICTS
+    assert backfill(history, topology(grace="4s"), out, run=run, fmt="delta").fresh == (run == "june")
 
 
 def test_a_job_leaves_the_attempt_of_another_one_that_is_at_work(spark, tmp_path, monkeypatch, history, incomplete):
