@@ -189,7 +189,7 @@ class RunDirectory:
             )
         # If nothing of a run was published, the run can begin again with another topology or input. If the run's first
         # job is still running, only one of the two jobs will publish the run.
-        self._root.refuse_unwritable("--out", f"_{uuid4().hex}.part")
+        self._root.refuse_unwritable("--out")
         self._write(mark, {"identity": identity, "now_ms": now_ms})
         return now_ms
 

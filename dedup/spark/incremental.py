@@ -141,8 +141,9 @@ def incremental(
     Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, if the table belongs
     to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if a file of the
     input was replaced, if the type of an ID column has changed, or if the input contains offsets that earlier runs have
-    judged. Also raises StateIncompatible if the topology repartitions records and the rows have offsets. `incremental`
-    also raises the other errors that `backfill.backfill` lists.
+    judged. Also raises StateIncompatible if the topology repartitions records and the rows have offsets. Raises
+    SettingsError if no file can be written to ``out``. `incremental` also raises the other errors that
+    `backfill.backfill` lists.
     """
     began_s = time.monotonic()
     with translated_errors():
@@ -482,7 +483,12 @@ class OutputTable:
         return intent if intent.identity == identity else None
 
     def begin(self, intent: Intent) -> Intent:
-        """Write a run's intent to the state directory, and return the intent."""
+        """Write a run's intent to the state directory, and return the intent.
+
+        Raises SettingsError if no file can be written to the table's directory.
+        """
+        # Another job that begins the first run would take a file outside of this directory for somebody else's.
+        self._root.refuse_unwritable("--out", f"{_STATE}/_{uuid4().hex}.part")
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
 

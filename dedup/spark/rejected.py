@@ -31,9 +31,11 @@ class Rejected:
 def keep_rejected(rejected: DataFrame, path: str | None) -> Rejected:
     """Write the rejected records (`tables.TableRows`) to a new subdirectory of ``path``.
 
-    Raises DedupError if a record was rejected and ``path`` is None.
+    Raises DedupError if a record was rejected and ``path`` is None, and SettingsError if no file can be written to
+    ``path``.
     """
     if path is not None:
+        HadoopDirectory(rejected.sparkSession, path).refuse_unwritable("--rejected")
         # Spark reads the subdirectories of all runs as one table, in which `upsert` is a column.
         run = f"upsert={datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}"
         own = f"{path.rstrip('/')}/{run}"

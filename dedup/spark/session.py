@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
+from uuid import uuid4
 
 import pyspark
 from py4j.protocol import Py4JJavaError
@@ -204,15 +205,17 @@ class HadoopDirectory:
         """Return the path of a file in ``parent``, or in `path` if ``parent`` is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
 
-    def refuse_unwritable(self, option: str, probe: str) -> None:
+    def refuse_unwritable(self, option: str, probe: str | None = None) -> None:
         """Raise SettingsError, for the option that names the directory, if no file can be written to the directory.
 
-        To find out, the method writes and deletes a file named ``probe``, and a missing directory with it.
+        To find out, the method writes and deletes a file named ``probe``, and a missing directory with it. Without
+        ``probe``, the file has a new name that Spark and Delta ignore.
         """
-        existed = self.files.exists(self.path)
+        file = self.at(probe or f"_{uuid4().hex}.part")
         try:
-            self.files.create(self.at(probe), True).close()  # noqa: FBT003  # Java has no keywords: overwrite
-            self.files.delete(self.at(probe), False)  # noqa: FBT003  # not recursive
+            existed = self.files.exists(self.path)
+            self.files.create(file, True).close()  # noqa: FBT003  # Java has no keywords: overwrite
+            self.files.delete(file, False)  # noqa: FBT003  # not recursive
         except Py4JJavaError as error:
             remedy = "name a directory that this user can write to, or can create"
             text = f"no file can be written to {self.path}: {reason_of(error)}; {remedy}"

@@ -77,9 +77,13 @@ class TableSink:
         *,
         most_offsets: int = 1_000_000,
     ) -> None:
-        """Prepare to append to the table of ``log``. Raises SettingsError if the topology has no output topic."""
+        """Prepare to append to the table of ``log``. Raises SettingsError if the topology has no output topic, or if no
+        file can be written to the directory of a Delta table.
+        """
         if topology.output is None:
             raise SettingsError([Problem(topology.name, "has no output topic to copy to a table")])
+        if isinstance(log, DeltaLog):
+            log.directory.refuse_unwritable("--delta")
         self._spark: Final = spark
         self._settings: Final = settings
         self._topic: Final = topology.output.topic

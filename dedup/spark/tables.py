@@ -388,11 +388,14 @@ def upsert_delta(found: TableRows, path: str) -> int:
     """Merge the newest row of each ID into the Delta table at ``path``; create the table if necessary.
 
     Return the number of inserted or replaced rows. Raises StateIncompatible if the table has other columns, or if it
-    was filled in another order. Raises BrokerUnavailable if another job changed the table at the same time.
+    was filled in another order. Raises BrokerUnavailable if another job changed the table at the same time, and
+    SettingsError if no file can be written to ``path``.
     """
     spark = found.rows.sparkSession
     source = _newest(found.rows)
-    table = DeltaLog(spark, path).table
+    log = DeltaLog(spark, path)
+    log.directory.refuse_unwritable("--delta")
+    table = log.table
     columns = ", ".join(f"{quoted(field.name)} {_ddl(field.dataType)}" for field in source.schema.fields)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"
     merge = (

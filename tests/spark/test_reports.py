@@ -135,6 +135,28 @@ def test_an_upsert_deletes_nothing_for_its_rejected_records(spark, spark_command
     assert {path: path.read_bytes() for path in there} == there
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("incremental", "--input in --out PLACE"),
+        ("sink", "--exit-when-done --delta PLACE"),
+        ("upsert", "--input in --rejected rejected --delta PLACE"),
+        ("upsert", "--input in --delta table --rejected PLACE"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_with_its_option(spark_command, tmp_path, command, options):
+    """Was: a traceback of Java's."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "below"
+    words = options.replace("PLACE", "file/below").split()
+    given = [word if word.startswith("--") else str(tmp_path / word) for word in words]
+    option = words[words.index("file/below") - 1]
+    said = spark_command(command, *given, fails=True)
+    assert said.startswith(f"{option}: no file can be written to {place}: "), said
+    assert said.endswith("; name a directory that this user can write to, or can create")
+    assert not (tmp_path / "table").exists()
+
+
 @pytest.fixture
 def own_logging():
     """A command sends the log to its terminal; when the test ends, it goes where it went before."""
