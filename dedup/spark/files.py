@@ -35,6 +35,7 @@ from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRuns
 from dedup.spark.row_events import as_events, quoted, same_ids
+from dedup.spark.session import without_access
 from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -409,7 +410,10 @@ def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[s
 
 
 def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
-    """Return the columns of a Parquet file with their types, or the reason why the file cannot be read."""
+    """Return the columns of a Parquet file with their types, or the reason why the file is damaged.
+
+    Raises SettingsError if the file system denies access to the file.
+    """
     jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     reader: Any = None
@@ -420,6 +424,9 @@ def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
         schema = reader.getFileMetaData().getSchema()
         return {kind.getName(): _NO_DIFFERENCE.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
     except Py4JJavaError as error:
+        refused = without_access(str(error))
+        if refused is not None:
+            raise refused from error
         reason = str(error.java_exception.getMessage()).splitlines()[0]
         return Problem(file, f"is damaged: {reason}. Repair or remove it")
     finally:

@@ -61,6 +61,11 @@ _MISNAMED: Final = re.compile(
     r"Empty partition column (?:name|value) in '[^\n]*'|"
     r"empty partition column (?:name|value) in the path segment '[^\n]*?'(?=\.)"  # Spark 4.2
 )
+_NO_ACCESS: Final = re.compile(
+    # S3A names most of its reasons, such as missing credentials, in the message of an AccessDeniedException.
+    r"\b(?:AccessDeniedException|AccessControlException|UnknownStoreException|AWSBadRequestException): ([^\n]+)|"
+    r"\bFileNotFoundException: ([^\n]+ \(Permission denied\))"
+)
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
 _QUERIES: Final = (
@@ -178,6 +183,16 @@ def _misnamed(text: str) -> SettingsError | None:
         return None
     remedy = "correct the pattern, or rename files with a colon, and directories with `=` but no name or no value"
     return SettingsError([Problem("the input", f"has a name that Spark cannot read: {found[0]}; {remedy}")])
+
+
+def without_access(text: str) -> SettingsError | None:
+    """Return the error for a file system that denies access, or None if ``text`` reports another error."""
+    found = _NO_ACCESS.search(text)
+    if found is None:
+        return None
+    reason = (found[1] or found[2]).strip().rstrip(".")
+    remedy = "correct the path, or give this user access: permissions, or the credentials of the object store"
+    return SettingsError([Problem("a file system", f"refused a request: {reason}; {remedy}")])
 
 
 class HadoopDirectory:
@@ -342,15 +357,16 @@ def translated_errors(
 ) -> Iterator[None]:
     """Inside the ``with`` block, turn Spark's errors into dedup's errors.
 
-    An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files,
-    StateIncompatible if Kafka deleted records while a job was reading them (its message ends with ``after_deletion``),
-    and BrokerUnavailable if no broker answered Spark. All other errors pass through unchanged.
+    An error that dedup raised on an executor is re-raised on the driver. Raises SettingsError for unreadable files and
+    for places to which a file system denies access, StateIncompatible if Kafka deleted records while a job was reading
+    them (its message ends with ``after_deletion``), and BrokerUnavailable if no broker answered Spark. All other errors
+    pass through unchanged.
     """
     try:
         yield
     except (PySparkException, Py4JJavaError) as error:
         text = str(error)
-        for known in (raised_by_dedup, _without_file_system, _misnamed):
+        for known in (raised_by_dedup, _without_file_system, _misnamed, without_access):
             translated = known(text)
             if translated is not None:
                 raise translated from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from pyspark.errors import PySparkException
 
 from dedup.errors import BrokerUnavailable, RegistryUnavailable, SettingsError
 from dedup.settings import RegistrySection, Secret, Security, Settings
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import PicklableSettings, raised_by_dedup, session_for
+from dedup.spark.session import PicklableSettings, raised_by_dedup, session_for, translated_errors
 
 
 def settings(**security):
@@ -152,6 +153,30 @@ def test_what_ended_a_query_is_an_error_with_the_exit_code_of_its_kind(text, kin
     found = raised_by_dedup(f"[STREAM_FAILED] Query terminated with exception: {text}")
     assert type(found) is kind
     assert says in str(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("java.nio.file.AccessDeniedException", "file:/in: Permission denied"),
+        (
+            "java.nio.file.AccessDeniedException",
+            "s3a://in: org.apache.hadoop.fs.s3a.auth.NoAuthWithAWSException: No AWS",
+        ),
+        ("java.nio.file.AccessDeniedException", "s3a://in: getFileStatus on s3a://in: (Service: S3, Status Code: 403)"),
+        ("org.apache.hadoop.security.AccessControlException", "Permission denied: user=me, access=READ_EXECUTE"),
+        ("org.apache.hadoop.fs.s3a.UnknownStoreException", "`s3a://in': Bucket does not exist"),
+        ("[FAILED_READ_FILE.NO_HINT] \nCaused by: java.io.FileNotFoundException", "/in/a.json (Permission denied)"),
+    ],
+)
+def test_a_file_system_that_denies_access_is_told_in_a_sentence(error, reason):
+    """Was: a traceback of Java's, or that the file was damaged."""
+    with pytest.raises(SettingsError) as told, translated_errors():
+        raise PySparkException(f"An error occurred while calling o44.load.\n: {error}: {reason}\n\tat org.apache")
+    assert str(told.value) == (
+        f"a file system: refused a request: {reason}; correct the path, or give this user access: permissions, or the "
+        f"credentials of the object store"
+    )
 
 
 def test_an_error_of_another_kind_is_not_taken_for_one_of_ours():
