@@ -7,7 +7,8 @@ with one entry for each kind of input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -60,11 +61,11 @@ class NewFiles:
 
         Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
         pattern, or if the directories of the files contain different columns. Raises SettingsError if a path names a
-        file that Spark skips.
+        file that Spark skips, or if nothing is at a path, unless earlier runs have read files there.
         """
         refuse_hidden(self.spark, self.paths)
         read = position.get("files", {})
-        found = self._statuses(self.paths)
+        found = self._listed(read)
         replaced = sorted(name for name in found.keys() & read.keys() if found[name] != read[name])
         if replaced:
             raise StateIncompatible(
@@ -86,8 +87,8 @@ class NewFiles:
 
     def has(self, pinned: Pinned) -> bool:
         """Return whether all pinned files still exist and are unchanged."""
-        found = self._statuses(self.paths)
-        return "files" in pinned and pinned["files"].items() <= found.items()
+        files = pinned.get("files", {})
+        return "files" in pinned and files.items() <= self._listed(files).items()
 
     def open(self, pinned: Pinned) -> History:
         """Return the records of the pinned files."""
@@ -142,6 +143,23 @@ class NewFiles:
     def idle_position(self, before: Pinned) -> Pinned:
         """Return the position ``before``."""
         return before
+
+    def _listed(self, read: Collection[str]) -> dict[str, list[int]]:
+        """Return `_statuses` of the input.
+
+        A path where nothing is left counts as an empty directory if one of the files ``read`` by runs was there: users
+        can delete these files, and an object store has no empty directories.
+        """
+        left = [path for path in self.paths if not self._is_emptied(path, read)]
+        return self._statuses(left) if left else {}
+
+    def _is_emptied(self, path: str, read: Collection[str]) -> bool:
+        directory = HadoopDirectory(self.spark, path)
+        if directory.files.globStatus(directory.path):
+            return False
+        globs: Any = self.spark._jvm.org.apache.hadoop.fs.GlobPattern  # type: ignore[union-attr]  # noqa: SLF001
+        there = re.compile(f"{globs.compile(directory.absolute).pattern()}(?:/.*)?", re.DOTALL)
+        return any(there.fullmatch(name) for name in read)
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Map the path of each file that Spark would read to its size and modification time in ms."""

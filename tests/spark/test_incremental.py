@@ -172,6 +172,28 @@ def test_nothing_new_commits_nothing_and_files_that_were_read_may_go(spark, grow
     assert sorted((silver / "_delta_log").glob("*.json")) == commits
 
 
+@pytest.mark.parametrize("path", ["bronze/[0-9].parquet", "bronze"])
+def test_an_input_of_which_every_file_was_read_and_deleted_contains_nothing_new(spark, grown, monkeypatch, path):
+    """Was: refused. An object store has no empty directories, as the local disk here after `rmdir`."""
+    bronze, silver = grown
+    assert again(spark, grown).run == 3
+    shutil.rmtree(bronze)
+
+    def judge(*paths):
+        source = NewFiles(spark, [str(bronze.parent / each) for each in paths], "parquet")
+        return incremental(source, topology(), str(silver), now_ms=FILES_NOW_MS, say=quiet)
+
+    assert (judge(path).run, judge(path).fresh) == (3, False)
+    monkeypatch.setattr("dedup.spark.incremental._RENEWED_AFTER_MS", 0)
+    assert judge(path).run == 4
+    monkeypatch.undo()
+    # No run has read a file there.
+    with pytest.raises(SettingsError, match=r"gold: cannot be listed: .*PATH_NOT_FOUND"):
+        judge(path, "gold")
+    write(bronze.parent / "gold" / "3.parquet", [(b'{"id":9}', 9, 0, 6)])
+    assert judge(path, "gold").new_rows == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -381,6 +403,10 @@ def test_an_intent_whose_input_is_gone_is_replaced(spark, grown, monkeypatch):
     killed(spark, bronze, silver, topology(), "keep_state", monkeypatch, after=False)
     write(bronze / "2.parquet", LINES[4:5])
     assert again(spark, grown).new_rows == 1
+    write(bronze / "3.parquet", [(b'{"id":9}', 9, 0, 6)])
+    killed(spark, bronze, silver, topology(), "keep_state", monkeypatch, after=False)
+    shutil.rmtree(bronze)
+    assert not again(spark, grown).fresh
 
 
 def test_directories_of_files_may_be_nested_and_their_columns_are_text(spark, tmp_path):
