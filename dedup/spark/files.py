@@ -32,7 +32,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
 from dedup.spark.input_files import reader_options
 from dedup.spark.log_order import PartitionBounds
-from dedup.spark.manifest import files_of_runs
+from dedup.spark.manifest import delta_table_of, files_of_runs
 from dedup.spark.map_side import OffsetRuns
 from dedup.spark.row_events import as_events, quoted, same_ids
 from dedup.spark.session import without_access
@@ -167,15 +167,16 @@ def read_files(
     """Return the records in files, directories, or tables as a `History`.
 
     A path can be the directory of a `backfill` run or a directory inside this directory, even if the run was published
-    with a manifest (`manifest.files_of_runs`). Files in subdirectories are read, too (`input_files.reader_options`).
-    The function pins a Delta or Iceberg table to the latest version, so that later writes do not change the result. If
-    ``rows_are_events`` is true, each row of the table becomes an event (JSON without the null columns), and the table
-    needs no column `value`. If ``base`` is given, ``paths`` must be files below the directory ``base``, and only
-    subdirectories of ``base`` (such as `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are
-    text; otherwise, Spark infers their types. If ``by_arrival`` is true, every row must show that the broker set its
-    timestamp (`columns.as_records`). Raises SettingsError with a list of all files that are damaged or whose schema
-    differs from that of the first file, and for a path inside a Delta or Iceberg table that is not read as a table.
-    Raises TopologyError if a required column is missing or a column has the wrong type.
+    with a manifest (`manifest.files_of_runs`). A run in a Delta table is read with the format ``delta``. Files in
+    subdirectories are read, too (`input_files.reader_options`). The function pins a Delta or Iceberg table to the
+    latest version, so that later writes do not change the result. If ``rows_are_events`` is true, each row of the table
+    becomes an event (JSON without the null columns), and the table needs no column `value`. If ``base`` is given,
+    ``paths`` must be files below the directory ``base``, and only subdirectories of ``base`` (such as
+    `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are text; otherwise, Spark infers their
+    types. If ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`).
+    Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file,
+    and for a path inside a Delta or Iceberg table that is not read as a table. Raises TopologyError if a required
+    column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -246,11 +247,7 @@ class _Input:
 
 
 def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat) -> _Input:
-    delta = fmt == "delta"
-    pinned = [
-        _delta_version(spark, DeltaLog(spark, name).table, []) if delta else _pinned_table(spark, name)
-        for name in names
-    ]
+    pinned = [_pinned_path(spark, name) if fmt == "delta" else _pinned_table(spark, name) for name in names]
     _refuse_other_types(names, [each.table.schema for each in pinned])
     table = reduce(DataFrame.unionByName, (each.table for each in pinned))
     of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
@@ -270,6 +267,18 @@ def _refuse_other_types(names: Sequence[str], schemas: Sequence[StructType]) -> 
     ]
     if problems:
         raise SettingsError(problems)
+
+
+def _pinned_path(spark: SparkSession, path: str) -> _Input:
+    """Return the latest version of the Delta table at a path, or the rows of a run in it if the path is the run's.
+
+    Raises SettingsError if a run has no rows at the path.
+    """
+    table, condition = delta_table_of(spark, path)
+    found = _delta_version(spark, DeltaLog(spark, table).table, [], condition)
+    if condition and found.table.isEmpty():
+        raise SettingsError([Problem(path, "the run published no records there")])
+    return found
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
@@ -330,17 +339,20 @@ def _plan_digest(table: DataFrame) -> str:
     return blake2b(numbered.encode(), digest_size=16).hexdigest()
 
 
-def _delta_version(spark: SparkSession, name: str, of_path: list[str]) -> _Input:
+def _delta_version(spark: SparkSession, name: str, of_path: list[str], condition: str = "") -> _Input:
     history, detail = (spark.sql(f"DESCRIBE {what} {name}").first() for what in ("HISTORY", "DETAIL"))
     if history is None or detail is None:
         raise SettingsError([Problem(name, "has no version that can be read; write to it, or restore its log")])
-    return _version(spark, name, detail["id"], history["version"], of_path)
+    return _version(spark, name, detail["id"], history["version"], of_path, condition)
 
 
-def _version(spark: SparkSession, name: str, table_id: str, version: int, of_path: list[str]) -> _Input:
-    table = spark.sql(f"SELECT * FROM {name} VERSION AS OF {version}")  # noqa: S608 - what the user names
+def _version(
+    spark: SparkSession, name: str, table_id: str, version: int, of_path: list[str], condition: str = ""
+) -> _Input:
+    chosen = f" WHERE {condition}" if condition else ""
+    table = spark.sql(f"SELECT * FROM {name} VERSION AS OF {version}{chosen}")  # noqa: S608 - what the user names
     size_bytes = table._jdf.queryExecution().optimizedPlan().stats().sizeInBytes()  # noqa: SLF001 - no other way
-    return _Input(table, of_path, f"{table_id}@{version}", int(str(size_bytes)))
+    return _Input(table, of_path, f"{table_id}@{version}{chosen}", int(str(size_bytes)))
 
 
 def _table_of_files(

@@ -21,12 +21,14 @@ from pyspark.sql.types import StructType
 from dedup.errors import Problem, SettingsError
 from dedup.spark.input_files import PATTERN, literal
 from dedup.spark.session import HadoopDirectory
+from dedup.spark.table_log import DeltaLog
 
 REPORT: Final = "_run.json"
 """The report's file name in the directory of a run that was published by a rename."""
 RENAMING: Final = frozenset({"file", "hdfs"})
 """File systems that rename a directory atomically."""
 _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]+=[^/]+)*)/?")
+_IN_A_TABLE: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[\w-]+)(?:/verdict=(?P<verdict>\w+))?/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,22 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> tuple[list[str],
             raise SettingsError([Problem(path, f"run {inside['run']} published no records there")])
         found += files
     return found, others
+
+
+def delta_table_of(spark: SparkSession, path: str) -> tuple[str, str]:
+    """Return the path of the Delta table that contains the rows at ``path``, and the SQL condition that selects them.
+
+    ``path`` is that of a table (the condition is then empty), or that of a run in a table, such as ``verdicts/run=may``
+    or ``verdicts/run=may/verdict=unique``. Raises SettingsError if the run was not published in the table.
+    """
+    inside = _IN_A_TABLE.fullmatch(path)
+    if inside is None or DeltaLog(spark, path).versions() or not DeltaLog(spark, inside["root"]).versions():
+        return path, ""
+    report = _report(HadoopDirectory(spark, inside["root"]), inside["run"])
+    if report is None or _manifest_in(report) is not None:
+        raise SettingsError([Problem(path, f"the Delta table {inside['root']} has no published run {inside['run']}")])
+    chosen = {name: inside[name] for name in ("run", "verdict") if inside[name] is not None}
+    return inside["root"], " AND ".join(f"{name} = '{value}'" for name, value in chosen.items())
 
 
 def _manifest_of(spark: SparkSession, root: HadoopDirectory, run: str) -> RunManifest | None:

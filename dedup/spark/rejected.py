@@ -15,6 +15,7 @@ from pyspark.sql import functions as fn
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.spark.files import FileFormat
 from dedup.spark.input_files import literal
+from dedup.spark.manifest import delta_table_of
 from dedup.spark.session import HadoopDirectory
 
 
@@ -70,8 +71,10 @@ def refuse_overlap(
     for each in inputs:
         if fmt == "table":
             places += [("the files of the input", where, False) for where in _location(spark, each)]
+        elif fmt == "delta":
+            places.append(("the input", delta_table_of(spark, each)[0], False))
         else:
-            places.append(("the input", each, fmt != "delta"))
+            places.append(("the input", each, True))
     for what, place, is_pattern in places:
         if _overlaps(spark, path, place, is_pattern=is_pattern):
             text = f"{path} overlaps {what} {place}: one is inside the other; name a directory that is apart from it"

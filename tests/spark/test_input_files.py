@@ -14,6 +14,7 @@ from dedup.spark import read_run
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
 from dedup.spark.incremental_input import NewFiles
+from dedup.spark.rejected import refuse_overlap
 from dedup.spark.session import translated_errors
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, write
 
@@ -117,6 +118,30 @@ def test_a_run_is_an_input_even_as_a_whole(spark, tmp_path):
     report.write_text(json.dumps({**json.loads(report.read_text()), "manifest": None}))
     report.with_name("._run.json.crc").unlink()
     assert len(values(spark, [run])) == read_run(spark, out).count() == len(LOG)
+
+
+def test_a_run_in_a_delta_table_is_an_input_by_its_path(spark, tmp_path):
+    """Was: refused. Without a path of its own, a run could only be read together with all others."""
+    out = str(tmp_path / "out")
+    for run, rows in (("may", LOG), ("june", LOG[:2])):
+        write(tmp_path / run / "a.parquet", rows)
+        backfill(
+            read_files(spark, [str(tmp_path / run)], "parquet"), topology(), out, run=run, fmt="delta", now_ms=NOW_MS
+        )
+    unique = [row for row in LOG if VERDICTS[row[2:]] == "unique"]
+    assert values(spark, [f"{out}/run=may"], "delta") == sorted(row[0] for row in LOG)
+    assert values(spark, [f"{out}/run=may/verdict=unique"], "delta") == sorted(row[0] for row in unique)
+    assert len(values(spark, [out], "delta")) == len(LOG) + 2
+    identities = [read_files(spark, [f"{out}/run={run}"], "delta").identity for run in ("may", "june")]
+    assert identities[0] != identities[1]
+    with pytest.raises(SettingsError, match=r"run=july: the Delta table .*/out has no published run july"):
+        values(spark, [f"{out}/run=july"], "delta")
+    with pytest.raises(SettingsError, match="verdict=conflict: the run published no records there"):
+        values(spark, [f"{out}/run=may/verdict=conflict"], "delta")
+    with pytest.raises(SettingsError, match=r"out: is a Delta table.* read it with --format delta"):
+        values(spark, [f"{out}/run=may"])
+    with pytest.raises(SettingsError, match="overlaps the input"):
+        refuse_overlap(spark, f"{out}/rejected", [f"{out}/run=may"], "delta")
 
 
 def test_an_empty_run_is_an_empty_table_and_a_run_that_lacks_a_file_is_refused(spark, tmp_path):
