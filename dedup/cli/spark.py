@@ -552,6 +552,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
 
     dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
     """
+    from dedup.spark.batch_verdicts import refuse_absent
     from dedup.spark.files import read_files
     from dedup.spark.rejected import keep_rejected, refuse_overlap
     from dedup.spark.tables import output_records, table_rows, upsert_delta, upsert_jdbc
@@ -563,7 +564,9 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            records = read_files(spark, inputs, fmt).records
+            history = read_files(spark, inputs, fmt)
+            refuse_absent(parsed, history)
+            records = history.records
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)

@@ -253,14 +253,18 @@ def mode_of(topology: Topology, history: History) -> Mode:
     return "log" if history.feeds else "merged"
 
 
+def refuse_absent(topology: Topology, history: History) -> None:
+    """Raise SettingsError if no record of the history can have an ID or an event time, because columns are missing."""
+    problems = list(lacking(topology, history.absent, _REMEDY))
+    if problems:
+        raise SettingsError(problems)
+
+
 def refuse_unfit(topology: Topology, history: History) -> None:
     """Raise SettingsError if no record of the history can have an ID or an event time, because columns are missing or
     have other types, or if the topology needs broker-set timestamps but the history does not guarantee them.
     """
-    remedy = (
-        "which the input does not have: add the column `key`, `headers`, or `timestamp_ms`, or name a field instead"
-    )
-    problems = list(lacking(topology, history.absent, remedy))
+    problems = list(lacking(topology, history.absent, _REMEDY))
     if history.events is not None:
         problems += unfit_columns(history.events, topology)
     if topology.by_arrival and not history.by_arrival and not history.feeds:
@@ -270,6 +274,9 @@ def refuse_unfit(topology: Topology, history: History) -> None:
         raise SettingsError(problems)
 
 
+_REMEDY: Final = (
+    "which the input does not have: add the column `key`, `headers`, or `timestamp_ms`, or name a field instead"
+)
 ORDER_TEXTS: Final[Mapping[Mode, str]] = {
     "direct": "judged in the order of offsets, each source partition separately, as in a worker",
     "log": "judged in the order of the repartition topic, with the stream time of all feeds, as in a worker",

@@ -135,6 +135,17 @@ def test_an_upsert_deletes_nothing_for_its_rejected_records(spark, spark_command
     assert {path: path.read_bytes() for path in there} == there
 
 
+def test_an_upsert_stops_if_the_input_has_no_column_that_the_id_can_come_from(spark_command, tmp_path):
+    """Was: every record was rejected, and with `--rejected` the command ended well."""
+    file = tmp_path / "shop.yaml"
+    file.write_text(TOPOLOGY.replace("{field: id}", "{key: true}"), encoding="utf-8")
+    given = ["--input", str(tmp_path / "in"), "--delta", str(tmp_path / "table")]
+    for options in ([], ["--rejected", str(tmp_path / "rejected")]):
+        said = spark_command("upsert", *given, *options, fails=True)
+        assert said.startswith("tracking_id: is taken from the record's key or a header, which the input does not have")
+    assert not (tmp_path / "rejected").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [
