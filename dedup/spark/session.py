@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
@@ -401,14 +401,43 @@ def session_for(
     """Return this process's Spark session; if no session exists, create one with a suitable Java version, the current
     Python, and the jars of ``packages``.
 
-    ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master is
-    ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf`` lists
-    jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a jar
-    cannot be obtained, or if the version of PySpark is not supported. Raises SettingsError if Spark refuses ``master``
-    or ``conf``.
+    An existing session, such as that of a notebook, keeps all settings but those in ``conf``, and gets no jars. For a
+    new session, ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the
+    master is ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf``
+    lists jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a
+    jar cannot be obtained, or if the version of PySpark is not supported. Raises SettingsError if Spark refuses
+    ``master`` or ``conf``.
     """
-    wanted = tuple(packages)
+    wanted, given = tuple(packages), conf or {}
+    _refuse_master(master or given.get("spark.master"))
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    has_jars = submitted or not {"spark.jars", "spark.jars.packages"}.isdisjoint(given)
+    if not has_jars:
+        release_of(pyspark.__version__)
+    own = dict[str, str]()
+    if not _is_running():
+        own = _settings_of_new(topology, master, wanted, submitted=submitted)
+        if wanted and not has_jars:
+            own["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
+    session = _started({**own, **given})
+    if "kafka" in wanted and not submitted:
+        _silence_outages(session)
+    return session
+
+
+def _is_running() -> bool:
+    """Return whether this process has a Spark session."""
+    try:
+        # The last session stays known if somebody stops only its context.
+        return SparkSession.active().sparkContext._jsc is not None  # noqa: SLF001
+    except PySparkException:
+        return False
+
+
+def _settings_of_new(
+    topology: Topology | None, master: str | None, wanted: Collection[Package], *, submitted: bool
+) -> dict[str, str]:
+    """Return the settings of a new session. Afterwards, the environment names its Java and Python."""
     settings = dict(_CONF)
     if topology is not None:
         settings["spark.app.name"] = f"dedup {topology.name}"
@@ -421,23 +450,18 @@ def session_for(
         settings["spark.master"] = master or "local[*]"
         if settings["spark.master"].startswith("local"):
             settings |= _LOCAL_CONF
-        if not {"spark.jars", "spark.jars.packages"} & (conf or {}).keys():
-            release_of(pyspark.__version__)
-            if wanted:
-                settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:
         settings["spark.master"] = master
-    session = _started({**settings, **(conf or {})})
-    if "kafka" in wanted and not submitted:
-        _silence_outages(session)
-    return session
+    return settings
 
 
-def _started(settings: Mapping[str, str]) -> SparkSession:
-    master = settings.get("spark.master")
+def _refuse_master(master: str | None) -> None:
     if master is not None and not master.startswith(_MASTERS):
         text = f'"{master}" is no Spark master; write local[*], spark://HOST:PORT, k8s://https://HOST:PORT, or yarn'
         raise SettingsError([Problem("--master", text)])
+
+
+def _started(settings: Mapping[str, str]) -> SparkSession:
     try:
         session: SparkSession = SparkSession.builder.config(map=dict(settings)).getOrCreate()
     except (PySparkException, Py4JJavaError) as error:

@@ -97,9 +97,25 @@ def test_hadoop_for_s3_is_the_one_that_is_part_of_spark():
     assert coordinates("s3", pyspark.__version__)[0].rpartition(":")[2] == bundled.stem.rpartition("-")[2]
 
 
+OFFLINE = patch.object(session, "jars_for", side_effect=BrokerUnavailable("no network"))
+
+
+def test_the_session_of_a_notebook_keeps_its_settings_and_gets_no_jars(spark):
+    """Was: its times were those of UTC from then on, and without a network there was no session."""
+    zone = "spark.sql.session.timeZone"
+    spark.conf.set(zone, "America/New_York")
+    try:
+        with OFFLINE:
+            found = session.session_for(None, packages=("kafka", "delta"), conf={"spark.sql.shuffle.partitions": "2"})
+        assert found.sparkContext is spark.sparkContext
+        assert spark.conf.get(zone) == "America/New_York"
+    finally:
+        spark.conf.set(zone, "UTC")
+
+
 def test_jars_that_the_user_names_are_taken_instead_of_a_download(spark):
     own = {"spark.jars": spark.sparkContext.getConf().get("spark.jars")}
-    with patch.object(session, "jars_for", side_effect=BrokerUnavailable("no network")):
+    with OFFLINE, patch.object(session, "_is_running", return_value=False):
         with pytest.raises(BrokerUnavailable, match="no network"):
             session.session_for(None, packages=("kafka",))
         assert session.session_for(None, packages=("kafka",), conf=own).sparkContext is spark.sparkContext
