@@ -376,9 +376,21 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
         place = attempt / f"verdict={row['verdict']}"
         place.mkdir(exist_ok=True)
         (work / row["file"]).rename(place / row["file"])
-    for left in work.iterdir():
-        left.unlink()
-    work.rmdir()
+    _remove(work)
+
+
+def _remove(work: Path) -> None:
+    """Delete a directory of files, even if copies of tasks that Spark is killing still create files there."""
+    while True:
+        for left in work.iterdir():
+            left.unlink()
+        try:
+            work.rmdir()
+        except OSError as error:
+            if error.errno not in {ENOTEMPTY, EEXIST}:
+                raise
+        else:
+            return
 
 
 class _VerdictFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,26 @@ def test_of_two_jobs_that_overlap_one_publishes_and_the_other_is_told(spark, tmp
         assert verdicts(spark, out) == VERDICTS
         assert sorted(path.name for path in out.iterdir()) == ["_attempt-backfill-2-0123abcd", "run=backfill"]
         assert not backfill(history, topology(grace="4s"), str(out), now_ms=NOW_MS).fresh
+
+
+def test_a_copy_of_a_task_that_creates_a_file_after_the_last_one_was_deleted_does_not_matter(
+    spark, tmp_path, monkeypatch, history
+):
+    """Was: the run had been judged, and was thrown away with a traceback. Spark kills speculative copies of tasks."""
+    rmdir, late = Path.rmdir, []
+
+    def created(directory):
+        if directory.name == "_work" and not late:
+            late.append(directory / "part-unique-of-a-copy.parquet")
+            late[0].touch()
+        rmdir(directory)
+
+    monkeypatch.setattr(Path, "rmdir", created)
+    out = tmp_path / "out"
+    backfill(history, topology(), str(out), now_ms=NOW_MS)
+    assert len(late) == 1
+    assert list(out.rglob("_work")) == []
+    assert verdicts(spark, out) == VERDICTS
 
 
 @pytest.mark.parametrize("run", ["backfill", "june"])
