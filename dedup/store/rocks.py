@@ -73,6 +73,8 @@ _LAST_POSITION: Final = b""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
 """The largest number of IDs that `open` reads into a segment's filter (in 0.15 s); `warm` reads larger segments."""
+_LOCKED: Final = "While lock file", "lock hold by current process"
+"""Texts in RocksDB's error messages that show that another process, or this one, has the store open."""
 _FEW_IDS: Final = 16
 """The number of IDs below which querying RocksDB is faster than hashing the IDs."""
 
@@ -148,7 +150,7 @@ def errors_of(directory: Path) -> Iterator[None]:
         text = str(error)
         if type(error) is not Exception:
             raise
-        if "/LOCK" in text and "lock" in text:
+        if any(reason in text for reason in _LOCKED):
             raise in_use(directory) from error
         if any(reason in text for reason in NOT_THE_STORES_FAULT):
             raise DedupError(

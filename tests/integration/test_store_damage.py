@@ -139,7 +139,10 @@ def test_a_half_deleted_store_is_refused_or_empty(tmp_path, healthy):
         ("IO error: No space left on device: While appending to file: x.log", DedupError, "make room"),
         ("IO error: While open a file for random read: 7.sst: Too many open files", DedupError, "limit of open files"),
         ("IO error: While lock file: /s/0/LOCK: Resource temporarily unavailable", StateIncompatible, "in use"),
+        ("IO error: lock hold by current process: /s/0/LOCK: No locks available", StateIncompatible, "in use"),
+        ("IO error: while open a file for lock: /s/0/LOCK: Permission denied", DedupError, "give this user access"),
         ("Corruption: block checksum mismatch", TaskCorrupted, "restored from the changelog"),
+        ("Corruption: block checksum mismatch in /LOCKERS/0/000011.sst", TaskCorrupted, "restored from the changelog"),
         ("IO error: No such file or directory: While open: 000011.sst", TaskCorrupted, "000011.sst"),
     ],
 )
