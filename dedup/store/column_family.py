@@ -56,6 +56,13 @@ class Family:
     deletions: int = 0
     """The number of segments that were deleted from the family since the last flush."""
 
+    def release(self) -> None:
+        """Free the family, which must not be used afterward.
+
+        An error's traceback may hold the family, and ``rows`` and ``handle`` would keep the database open.
+        """
+        del self.rows, self.handle
+
     def count_deletion(self) -> None:
         """Count a deleted segment, and flush the family if its memtable is large or contains 100 deletions."""
         self.deletions += 1

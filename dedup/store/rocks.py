@@ -18,6 +18,7 @@ import os
 import secrets
 import struct
 import time
+import traceback
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,6 +148,8 @@ def errors_of(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The error may outlive the store, and an iterator in a frame of its traceback would keep the database open.
+        traceback.clear_frames(error.__traceback__)
         text = str(error)
         if type(error) is not Exception:
             raise
@@ -332,7 +335,6 @@ class RocksStore:
         prepare_directory(directory)
         memory = memory or RocksMemory()
         options = memory.options(hashed=False, segment=False)
-        failure: DedupError | None = None
         with errors_of(directory):
             manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
@@ -352,16 +354,10 @@ class RocksStore:
         try:
             with errors_of(directory):
                 store._load(identity, manifest)
-        except DedupError as error:
-            failure = error
         except BaseException:
-            store.close()
+            with contextlib.suppress(DedupError):  # the first error says more
+                store.close()
             raise
-        if failure is not None:
-            # The traceback would keep the database open, but the caller must be able to delete it.
-            failure.__traceback__ = failure.__cause__ = failure.__context__ = None
-            store.close()
-            raise failure
         return store
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
@@ -546,13 +542,19 @@ class RocksStore:
         return ids
 
     def close(self) -> None:
-        """Close the store and release its directory, unless it is already closed."""
+        """Close the store and release its directory, unless it is already closed.
+
+        The directory is released even if `close` raises an error, and while the caller still holds an error of the
+        store. Raises TaskCorrupted if the store turns out to be damaged.
+        """
         if self._closed:
             return
         self._closed = True
         self._segments.clear()
         self._memory.give_tables(sum(family.hashed for family in self._families.values()))
         self._free.clear()
+        for family in self._families.values():
+            family.release()
         self._families.clear()
         self._memory.add_stores(-1)
         with errors_of(self._directory):

@@ -22,11 +22,10 @@ from dataclasses import replace
 from typing import Any
 
 from aiokafka.consumer.group_coordinator import GroupCoordinator
-from store_accidents import die_in_transfer, one_segment_flushed
+from store_accidents import die_in_transfer, one_segment_flushed, store_damaged
 
 from dedup import crashpoints
 from dedup.cli.main import main as dedup
-from dedup.errors import TaskCorrupted
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.wire import NoAnswer
@@ -35,7 +34,6 @@ from dedup.worker.dedup_task import DedupTask
 from dedup.worker.faust_app import DedupApp
 from dedup.worker.reset import Reset
 from dedup.worker.task import Task
-from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
 from dedup.worker.task_manager import TaskManager
 
@@ -229,29 +227,6 @@ def metadata_every(interval_ms: int) -> None:
         return client_options(self) | {"metadata_max_age_ms": interval_ms}
 
     Connection.client_options = quick  # type: ignore[method-assign]
-
-
-def store_damaged(number: int) -> None:
-    """The n-th batch finds a block of the store damaged; so does each one after it until the store is deleted."""
-    judge, wipe = DedupTask.judge, TaskFactory.wipe
-    seen = 0
-    damaged = False
-
-    def failing(self: DedupTask, batch: Any, refusals: Any) -> Any:
-        nonlocal seen, damaged
-        seen += 1
-        damaged = damaged or seen == number
-        if damaged:
-            raise TaskCorrupted("a block of the store has a wrong checksum")
-        return judge(self, batch, refusals)
-
-    def wiped(self: TaskFactory, feeding: Any) -> None:
-        nonlocal damaged
-        damaged = False
-        wipe(self, feeding)
-
-    DedupTask.judge = failing  # type: ignore[method-assign]
-    TaskFactory.wipe = wiped  # type: ignore[method-assign]
 
 
 def membership_dies(number: int) -> None:

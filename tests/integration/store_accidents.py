@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from dedup.store import checkpoint, checkpoint_storage
 from dedup.store.rocks import RocksStore
+from dedup.worker.dedup_task import DedupTask
 
 
 def one_segment_flushed(number: int) -> None:
@@ -25,6 +26,31 @@ def one_segment_flushed(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     RocksStore.apply = flushing  # type: ignore[method-assign]
+
+
+def overwrite_stored(store: RocksStore) -> None:
+    """Write everything to the store's files, and overwrite the first half of each one, as a failing disk may."""
+    for family in store._families.values():
+        family.rows.flush()
+    for path in store._directory.glob("*.sst"):
+        with path.open("r+b") as file:
+            file.write(os.urandom(path.stat().st_size // 2))
+
+
+def store_damaged(number: int) -> None:
+    """Before the n-th batch is judged, the store's files are damaged."""
+    judge = DedupTask.judge
+    seen = 0
+
+    def damaging(self: DedupTask, batch: Any, refusals: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            assert isinstance(self.store, RocksStore)
+            overwrite_stored(self.store)
+        return judge(self, batch, refusals)
+
+    DedupTask.judge = damaging  # type: ignore[method-assign]
 
 
 def die_in_transfer(number: int) -> None:

@@ -52,7 +52,7 @@ def test_f31_damage_found_while_running_is_restored_and_nothing_is_judged_twice(
         job.until_done()
         job.send(events[600:])
         job.until_done()
-        _, _, after = worker.log.partition("a block of the store has a wrong checksum")
+        _, _, after = worker.log.partition("block checksum mismatch")
         assert re.search(r"running from offset [1-9]\d*, epoch \d+, after [1-9]\d* changelog records", after), (
             worker.log
         )

@@ -9,6 +9,7 @@ from dedup.store.base import StoreIdentity
 from dedup.store.changelog import TaskRecord
 from dedup.store.directory import delete_store
 from dedup.store.rocks import RocksMemory, RocksStore, errors_of
+from tests.integration.store_accidents import overwrite_stored
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)
@@ -131,6 +132,35 @@ def test_a_half_deleted_store_is_refused_or_empty(tmp_path, healthy):
             assert outcome(directory) in {"refused", "older", "as it was"}
             shutil.rmtree(directory)
             shutil.copytree(healthy, directory)
+
+
+def found_by_lookup(store):
+    store.get_each(store.segments(), [key for number in range(BATCHES) for key in batch(number)[0]])
+
+
+def found_in_order(store):
+    for _ in store.sightings():
+        pass
+
+
+@pytest.mark.parametrize("find", [found_by_lookup, found_in_order])
+def test_f31_a_store_found_damaged_is_deleted_and_opened_again_while_its_error_is_held(tmp_path, find):
+    """Was: the error's traceback kept the database open, so the worker ended with "in use by another process"."""
+    store = open_store(tmp_path / "0")
+    for number in range(BATCHES):
+        store.apply(batch(number), TaskRecord(b"f", number, (), number + 1, 100), number + 1)
+        if number % 10 == 0:
+            for held in store._segments.values():
+                held.family.rows.flush()
+    overwrite_stored(store)
+    with pytest.raises(TaskCorrupted, match="block checksum mismatch") as damage:
+        find(store)
+    store.wipe()
+    assert not (tmp_path / "0").exists()
+    again = open_store(tmp_path / "0")
+    assert (again.position, list(again.sightings())) == (0, [])
+    again.close()
+    assert damage.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(
