@@ -7,6 +7,7 @@ A directory that is a symbolic link or contains other files is refused and left 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ from typing import Final
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import Store, StoreIdentity
 
+log: Final = logging.getLogger(__name__)
 _TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
 _STORE_FILE: Final = re.compile(
     r"CURRENT|IDENTITY|LOCK|LOG(\.old\.\d+)?|MANIFEST-\d+|OPTIONS-\d+(\.dbtmp)?|\d+\.(sst|log|dbtmp|blob)"
@@ -218,6 +220,15 @@ def _names(directory: Path) -> list[str]:
         ) from error
 
 
+def close_or_delete(store: Store) -> None:
+    """Close a store. If this shows that the store is damaged, delete the store, so that its next owner restores it."""
+    try:
+        store.close()
+    except TaskCorrupted as damage:
+        log.warning("%s", damage)
+        store.wipe()
+
+
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """Defines how a task or a standby opens and releases its partition's store."""
@@ -225,7 +236,7 @@ class Keeping:
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
     """An asynchronous function that runs before the store is opened and fetches state if there is no local state."""
-    release: Callable[[Store], None] = lambda store: store.close()
+    release: Callable[[Store], None] = close_or_delete
 
 
 class StorePool:
@@ -253,9 +264,9 @@ class StorePool:
         return self._stores.pop(partition, None)
 
     def keep_only(self, partitions: Collection[int]) -> None:
-        """Close and remove the stores of all partitions that are not in ``partitions``."""
+        """Close and remove the stores of all partitions that are not in ``partitions``, and delete damaged ones."""
         for partition in sorted(self._stores.keys() - set(partitions)):
-            self._stores.pop(partition).close()
+            close_or_delete(self._stores.pop(partition))
 
 
 def encode_identity(identity: StoreIdentity) -> bytes:

@@ -562,10 +562,9 @@ class RocksStore:
 
     def wipe(self) -> None:
         """Close the store and delete its directory."""
-        try:
+        with contextlib.suppress(DedupError):  # a store that is to be deleted may be damaged, or on a full disk
             self.close()
-        finally:
-            delete_store(self._directory)
+        delete_store(self._directory)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -190,7 +190,7 @@ class TaskFactory:
         """Delete the local state of a partition, which can be restored from the changelog."""
         waiting = None if self.pool is None else self.pool.take(feeding.partition)
         if waiting is not None:
-            waiting.close()
+            waiting.wipe()
         delete_store(self.wanted(feeding.partition).directory)
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:

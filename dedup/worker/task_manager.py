@@ -196,16 +196,21 @@ class TaskManager:
         if task is None or batch.life != self._lives.get(batch.feeding):
             return 0.0
         try:
-            return await task.process(batch)
-        except TaskCorrupted as error:
-            members = next((each for each, group in self._groups.items() if task in group.tasks.values()), None)
-            if members is not None:  # otherwise, the next owner of the store finds the damage
-                await self._heal(members, error)
+            return await self._process(task, batch)
         except StateIncompatible as error:
             self.fail(error)  # the error is not raised, because Faust would log a traceback before its message
         except Exception as error:
             self.fail(error)
             raise
+        return 0.0
+
+    async def _process(self, task: Task, batch: FeedBatch) -> float:
+        try:
+            return await task.process(batch)
+        except TaskCorrupted as error:
+            members = next((each for each, group in self._groups.items() if task in group.tasks.values()), None)
+            if members is not None:  # otherwise, the next owner of the store finds the damage
+                await self._heal(members, error)
         return 0.0
 
     def is_full(self, feeding: TopicPartition) -> bool:
@@ -215,6 +220,15 @@ class TaskManager:
 
     async def _live(self, members: Members) -> None:
         """Run a task group. After an error, rebuild the task group, rejoin the consumer group, or stop the worker."""
+        try:
+            await self._run_or_give_back(members)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  # the worker must stop on any error
+            self.fail(error)
+
+    async def _run_or_give_back(self, members: Members) -> None:
+        """Run a task group. If it was fenced or its state is damaged, discard it and rejoin the consumer group."""
         try:
             await self._run_again_and_again(members)
         except TaskMigrated as error:
@@ -226,10 +240,6 @@ class TaskManager:
         except TaskCorrupted as error:
             if self._is_current(members):
                 await self._heal(members, error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001  # the worker must stop on any error
-            self.fail(error)
 
     async def _run_again_and_again(self, members: Members) -> None:
         """Run a task group until it is closed. If a commit's outcome is unknown, build and run a new task group."""

@@ -7,7 +7,7 @@ import pytest
 from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity
 from dedup.store.changelog import TaskRecord
-from dedup.store.directory import delete_store
+from dedup.store.directory import StorePool, delete_store
 from dedup.store.rocks import RocksMemory, RocksStore, errors_of
 from tests.integration.store_accidents import overwrite_stored
 
@@ -143,7 +143,13 @@ def found_in_order(store):
         pass
 
 
-@pytest.mark.parametrize("find", [found_by_lookup, found_in_order])
+def found_by_compaction(store):
+    for held in list(store._segments.values()):
+        held.family.rows.compact_range(None, None)
+    store.apply(batch(BATCHES), None, BATCHES + 1)
+
+
+@pytest.mark.parametrize("find", [found_by_lookup, found_in_order, found_by_compaction])
 def test_f31_a_store_found_damaged_is_deleted_and_opened_again_while_its_error_is_held(tmp_path, find):
     """Was: the error's traceback kept the database open, so the worker ended with "in use by another process"."""
     store = open_store(tmp_path / "0")
@@ -161,6 +167,27 @@ def test_f31_a_store_found_damaged_is_deleted_and_opened_again_while_its_error_i
     assert (again.position, list(again.sightings())) == (0, [])
     again.close()
     assert damage.value.__traceback__ is not None
+
+
+def test_a_store_found_damaged_when_it_is_closed_is_deleted(tmp_path, caplog):
+    """Was: the store's error ended the rebalance or the worker, and the damaged directory stayed."""
+    pool = StorePool()
+    for partition in range(2):
+        store = open_store(tmp_path / str(partition))
+        pool.put(partition, store)
+        store.apply(batch(0), None, 1)
+    store = pool.take(0)
+    for number in range(1, 6):
+        store.apply(batch(number), None, number + 1)
+        for held in store._segments.values():
+            held.family.rows.flush()
+    overwrite_stored(store)
+    with pytest.raises(TaskCorrupted):
+        found_by_compaction(store)
+    pool.put(0, store)
+    pool.keep_only(())
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert "block checksum mismatch" in caplog.text
 
 
 @pytest.mark.parametrize(

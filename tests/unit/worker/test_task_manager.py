@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ async def damaged_by(shop: Shop, how: str) -> None:
     task.fails_in[how] = DAMAGE
     if how == "process":
         await shop.tasks.process(BATCH)
-    else:
+    elif how == "commit":
         task.dirty.set()
         await asyncio.wait_for(
             asyncio.wait(
@@ -203,6 +204,27 @@ async def test_state_damage_found_while_running_is_restored_once(how: str) -> No
     await damaged_by(shop, how)
     assert shop.tasks.failure.result() is DAMAGE
     assert shop.wiped == [FEED]
+    await shop.tasks.close_all(drain=False)
+
+
+@pytest.mark.parametrize("how", ["process", "commit", "start"])
+async def test_a_worker_that_cannot_delete_damaged_state_stops(how: str) -> None:
+    """Was: the partition stood still without a log line, because nobody looked at the error of the deletion."""
+    full = OSError("the disk cannot be written")
+
+    def not_wiped(_feeding: TopicPartition) -> None:
+        raise full
+
+    def damaged(task: FakeTask) -> None:
+        if how == "start":
+            task.fails_in["start"] = DAMAGE
+
+    shop = Shop(damaged)
+    shop.wipe = not_wiped  # type: ignore[method-assign]
+    await shop.assigned(FEED)
+    with contextlib.suppress(OSError):
+        await damaged_by(shop, how)
+    assert (await asyncio.wait_for(shop.tasks.failure, 10)) is full
     await shop.tasks.close_all(drain=False)
 
 
