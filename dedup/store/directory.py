@@ -231,12 +231,14 @@ def close_or_delete(store: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Defines how a task or a standby opens and releases its partition's store."""
+    """Defines how a task or a standby opens, releases, and deletes its partition's store."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
     """An asynchronous function that runs before the store is opened and fetches state if there is no local state."""
     release: Callable[[Store], None] = close_or_delete
+    wipe: Callable[[], None] = lambda: None
+    """Deletes the released store and its directory, because the store was found damaged."""
 
 
 class StorePool:

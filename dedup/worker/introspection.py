@@ -203,7 +203,7 @@ class Introspection:
             standby_lag=dict(app.standbys.lag),
             transactions=app.factory.transactions,
             fenced=app.tasks.fenced,
-            corrupted=app.tasks.corrupted,
+            corrupted=app.tasks.corrupted + app.standbys.corrupted,
             not_ready=self.not_ready(),
             checkpoints_unusable=0 if app.factory.bootstrap is None else app.factory.bootstrap.unusable,
             schemas_awaited=0 if app.schemas is None else len(app.schemas.awaited),

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +23,12 @@ from typing import Final
 
 from dedup import crashpoints
 from dedup.core.window import BEFORE_ALL_TIME, Feed, Window
-from dedup.errors import DedupError, StateIncompatible
+from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.kafka.wire import LogBounds, NoAnswer, TopicPartition, Wire
 from dedup.quantities import format_duration, instant
 from dedup.store.base import Store
 from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_within, collect, rebucket
-from dedup.store.directory import Keeping
+from dedup.store.directory import Keeping, close_or_delete
 from dedup.store.write_buffer import unexpired
 from dedup.topology.model import Topology
 from dedup.worker.offsets import answered, at_once, bounds_of, committed_offset, committed_position, refuse_other_topics
@@ -421,6 +422,8 @@ _STEP_BYTES: Final = 256 << 10
 """The maximum size of a standby's step, in bytes of the changelog; the worker's own records wait during a step."""
 SHARE: Final = 1.0
 """How long all standbys pause after a step, as a multiple of the time that the step took."""
+_MOST_DAMAGES: Final = 2
+"""The number of times that a standby's store is found damaged before the standby stops until the next assignment."""
 
 
 @dataclass(slots=True)
@@ -435,6 +438,9 @@ class Standbys:
     """Returns the functions that open and release the store of a partition."""
     lag: dict[int, int] = field(init=False, default_factory=dict)
     """Maps each partition to the number of changelog offsets that are not applied yet."""
+    corrupted: int = field(init=False, default=0)
+    """The number of times that a store was found damaged and deleted."""
+    _damaged: Counter[int] = field(init=False, default_factory=Counter)
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _stores: dict[int, Store] = field(init=False, default_factory=dict)
     _loops: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
@@ -445,7 +451,10 @@ class Standbys:
         failed = {partition for partition, loop in self._loops.items() if loop.done()}
         self.release((self._loops.keys() - wanted) | failed)
         for partition in sorted(wanted - self._loops.keys()):
-            self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
+            self._start(partition)
+
+    def _start(self, partition: int) -> None:
+        self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self, partitions: Iterable[int]) -> None:
         """Stop the standbys of the given partitions and release their stores, which tasks may be about to open."""
@@ -477,16 +486,48 @@ class Standbys:
             position = max(store.position, bounds.start)
             while self._is_own(partition):
                 position = await self._step(changelog, store, position)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # it is logged
             # Without a standby, a new owner restores more slowly but still correctly.
-            if isinstance(error, DedupError):
-                log.warning("standby of %s stopped: %s", changelog, error)
-            else:
-                log.exception("standby of %s stopped because of an unexpected error; please report it", changelog)
+            self._say_stopped(changelog, error)
             if self._is_own(partition):
-                self.lag.pop(partition, None)
-                if partition in self._stores:
-                    self._stores.pop(partition).close()
+                try:
+                    self._let_go(partition, error)
+                except Exception as failure:  # noqa: BLE001  # it is logged
+                    self._say_stopped(changelog, failure)
+
+    @staticmethod
+    def _say_stopped(changelog: TopicPartition, error: Exception) -> None:
+        if isinstance(error, TaskCorrupted):
+            log.warning("standby of %s: %s", changelog, error)
+        elif isinstance(error, DedupError):
+            log.warning("standby of %s stopped: %s", changelog, error)
+        else:
+            text = "standby of %s stopped because of an unexpected error; please report it"
+            log.error(text, changelog, exc_info=error)
+
+    def _let_go(self, partition: int, error: Exception) -> None:
+        """Close the store. If it is damaged, delete it instead and, the first time, follow the changelog again."""
+        self.lag.pop(partition, None)
+        store = self._stores.pop(partition, None)
+        if not isinstance(error, TaskCorrupted):
+            if store is not None:
+                close_or_delete(store)
+            return
+        keeping = self.keeping(partition)
+        if store is not None:
+            keeping.release(store)
+        keeping.wipe()
+        self.corrupted += 1
+        self._damaged[partition] += 1
+        if self._damaged[partition] < _MOST_DAMAGES:
+            self._start(partition)
+            return
+        log.warning(
+            "standby of %s/%d stopped, because its store was damaged again, which a faulty disk may cause. Check the "
+            "disk. The next rebalance starts the standby again.",
+            self.changelog_topic,
+            partition,
+        )
 
     def _is_own(self, partition: int) -> bool:
         """Return whether the calling loop is still the loop that follows the partition."""

@@ -26,7 +26,7 @@ from dedup.metrics import TaskNumbers
 from dedup.settings import Settings
 from dedup.store.base import MemoryStore, Store, StoreIdentity
 from dedup.store.checkpoint_storage import refuse_unreadable
-from dedup.store.directory import Keeping, StorePool, delete_store, store_directory
+from dedup.store.directory import Keeping, StorePool, close_or_delete, delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.bootstrap import Bootstrap, WantedCheckpoint
@@ -156,11 +156,12 @@ class TaskFactory:
         )
 
     def keeping(self, partition: int) -> Keeping:
-        """Return the functions that a task or standby uses to open and release the partition's store."""
+        """Return the functions that a task or standby uses to open, release, and delete the partition's store."""
         bootstrap, pool = self.bootstrap, self.pool
         prepare = None if bootstrap is None else partial(bootstrap.prepare, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
-        return Keeping(opening, prepare) if pool is None else Keeping(opening, prepare, partial(pool.put, partition))
+        release = close_or_delete if pool is None else partial(pool.put, partition)
+        return Keeping(opening, prepare, release, partial(self._wipe, partition))
 
     def open_store(self, partition: int) -> Store:
         """Return a partition's store: the store that the pool kept open, the store on disk, or a new, empty store.
@@ -188,10 +189,13 @@ class TaskFactory:
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete the local state of a partition, which can be restored from the changelog."""
-        waiting = None if self.pool is None else self.pool.take(feeding.partition)
+        self._wipe(feeding.partition)
+
+    def _wipe(self, partition: int) -> None:
+        waiting = None if self.pool is None else self.pool.take(partition)
         if waiting is not None:
             waiting.wipe()
-        delete_store(self.wanted(feeding.partition).directory)
+        delete_store(self.wanted(partition).directory)
 
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from aiokafka.errors import CorruptRecordException
 
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
-from dedup.kafka.wire import FetchedRecord, LogBounds
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
+from dedup.settings import Settings
 from dedup.store.base import MemoryStore
 from dedup.store.changelog import (
     TASK_RECORD_KEY,
@@ -22,8 +25,13 @@ from dedup.store.changelog import (
     encode_task_record,
     sighting_key,
 )
-from dedup.store.directory import Keeping
+from dedup.store.directory import Keeping, StorePool
+from dedup.store.rocks import RocksMemory
+from dedup.topology.parse import parse
 from dedup.worker.restore import Standbys, apply_changelog
+from dedup.worker.task import SteadyClock
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.topics import Cluster
 from tests.simulation.cluster import fetched
 
 
@@ -118,3 +126,58 @@ async def test_a_standby_that_has_read_no_task_record_begins_anew_with_another_g
         await wire.all_read.wait()
         assert list(store.sightings()) == [(now.segment_of(20), b"x", value)]
         standbys.assign(())
+
+
+class Steady:
+    """A wire to a changelog that holds nothing but markers."""
+
+    async def bounds(self, _: object) -> LogBounds:
+        return LogBounds(0, 3)
+
+    async def pause(self, _delay_ms: int) -> None:
+        await asyncio.sleep(0)
+
+    async def fetch(self, _source: object, offset: int, *, max_bytes: int, wait_ms: int) -> Any:
+        return fetched([], min(offset + 1, 3), 3, 3)
+
+
+TEXT = """
+dedup: 1
+name: t
+source: {topics: [in], partitioned_by: tracking_id}
+tracking_id: {field: id}
+guard_period: 1h
+output: {topic: out}
+"""
+
+
+async def test_a_standby_with_a_damaged_store_restores_it_from_the_changelog(tmp_path, caplog):
+    """Was: the log said that the directory would be deleted, but nothing deleted it, so no restart helped."""
+    topology = parse(TEXT, name="t.yaml")
+    cluster = Cluster({name: Topic(name, "id", 1) for name in ("t.changelog", "in")})
+    settings = Settings(brokers=("127.0.0.1:1",), state_dir=tmp_path)
+    wire: Any = Steady()
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), StorePool())
+    standbys = Standbys(wire, "t.changelog", topology.window, factory.fingerprint(), factory.keeping)
+    directory = tmp_path / "t" / "0"
+    for times in (1, 2):
+        directory.mkdir(parents=True)
+        (directory / "000007.sst").write_bytes(b"without CURRENT")
+        standbys.assign([0])
+        if times == 2:
+            # A disk that damages a store again may do so every time.
+            await reached(lambda: "damaged again" in caplog.text)
+            assert (standbys.lag, directory.exists()) == ({}, False)
+            standbys.assign([0])
+        await reached(lambda: standbys.lag == {0: 0})
+        assert ("the file CURRENT is missing" in caplog.text, standbys.corrupted) == (True, times)
+        standbys.assign(())
+        factory.wipe(TopicPartition("in", 0))
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it does not come to that")
