@@ -1,8 +1,8 @@
 """Implements the state store in RocksDB, with one column family per segment, so that whole segments can be dropped.
 
 Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
-survives a SIGKILL. A power failure can lose the newest batches along with their position; the task then reads these
-batches from the changelog again.
+survives a SIGKILL. A power failure usually loses only the newest batches along with their position; the task then reads
+these batches from the changelog again. If it loses an older log file but not a newer one, `open` cannot detect this.
 
 RocksDB may open a store with damaged files and report no error. `open` raises TaskCorrupted if a segment is missing or
 older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test
