@@ -160,7 +160,7 @@ class TaskFactory:
         bootstrap, pool = self.bootstrap, self.pool
         prepare = None if bootstrap is None else partial(bootstrap.prepare, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
-        release = close_or_delete if pool is None else partial(pool.put, partition)
+        release: Callable[[Store], None] = close_or_delete if pool is None else partial(pool.put, partition)
         return Keeping(opening, prepare, release, partial(self._wipe, partition))
 
     def open_store(self, partition: int) -> Store:

@@ -150,7 +150,7 @@ def found_by_compaction(store):
 
 
 @pytest.mark.parametrize("find", [found_by_lookup, found_in_order, found_by_compaction])
-def test_f31_a_store_found_damaged_is_deleted_and_opened_again_while_its_error_is_held(tmp_path, find):
+def test_a_store_found_damaged_is_deleted_and_opened_again_while_its_error_is_held(tmp_path, find):
     """Was: the error's traceback kept the database open, so the worker ended with "in use by another process"."""
     store = open_store(tmp_path / "0")
     for number in range(BATCHES):
