@@ -27,7 +27,16 @@ from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.kafka.wire import LogBounds, NoAnswer, TopicPartition, Wire
 from dedup.quantities import format_duration, instant
 from dedup.store.base import Store
-from dedup.store.changelog import Collected, SeedMark, TaskRecord, Writes, all_within, collect, rebucket
+from dedup.store.changelog import (
+    Collected,
+    SeedMark,
+    TaskRecord,
+    Writes,
+    all_within,
+    collect,
+    decode_sightings,
+    rebucket,
+)
 from dedup.store.directory import Keeping, close_or_delete
 from dedup.store.write_buffer import unexpired
 from dedup.topology.model import Topology
@@ -326,13 +335,14 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
     Segments that have expired according to the newest task record are left out.
     """
     writes: Writes = found.writes
-    if _other_grid(writes, window):
-        # The sightings were written under another guard period or grace, so they move to segments of the current width.
-        entries = [entry for part in writes.values() for entry in part.items()]
-        ids = [key for key, _ in entries]
-        held = store.get_each(store.segments(), ids)
+    if moved := _moved(writes, window):
+        entries = [(key, part[key]) for part in writes.values() for key in part.keys() & moved]
+        held = store.get_each(store.segments(), list(moved))
         entries += [entry for part in held.values() for entry in part.items()]
-        writes = rebucket(entries, window.segment_ms)
+        here = {segment: {k: v for k, v in part.items() if k not in moved} for segment, part in writes.items()}
+        for segment, part in rebucket(entries, window.segment_ms).items():
+            here.setdefault(segment, {}).update(part)
+        writes = here
     record = found.task_record
     if record is not None:
         # The owner that wrote the record may have used another guard period or grace, and thus another segment width.
@@ -343,13 +353,19 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
     store.apply(writes, record, next_offset)
 
 
-def _other_grid(writes: Writes, window: Window) -> bool:
-    """Return whether the current window assigns any sighting to a different segment."""
-    width_ms = window.segment_ms
-    return any(
-        segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
-        for segment, part in writes.items()
-    )
+def _moved(writes: Writes, window: Window) -> set[bytes]:
+    """Return the IDs of which some sightings belong to other segments than their records.
+
+    The records were written with another guard period or grace, or they repeat sightings in later segments.
+    """
+    width_ms, moved = window.segment_ms, set[bytes]()
+    for segment, part in writes.items():
+        if segment % width_ms:
+            moved |= part.keys()
+        elif not all_within(part.values(), segment, segment + width_ms):
+            ends = range(segment, segment + width_ms)
+            moved |= {k for k, v in part.items() if any(seen.last_ms not in ends for seen in decode_sightings(v))}
+    return moved
 
 
 # If the group's offsets are deleted, a `repartition` task, which has no task record, would begin at `start`, and every
