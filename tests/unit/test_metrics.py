@@ -44,6 +44,7 @@ def test_every_metric_of_the_list_is_exported_and_no_other():
     numbers.dead_reasons["not_json"] = 1
     numbers.reached(1)
     numbers.formats["gzip"] = 1
+    numbers.look(0, 0)
     found = exported(seen(numbers))
     assert set(found) == {metric.name for metric in METRICS}
     for metric in METRICS:

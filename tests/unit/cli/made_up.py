@@ -254,6 +254,7 @@ def on_spark() -> dict[str, Any]:
         "cli.spark.time.monotonic": lambda: 311.5,
         "spark.audit.audit": audited,
         "spark.backfill.backfill": backfilled,
+        "spark.batch_verdicts.refuse_absent": None,
         "spark.files.read_files": SimpleNamespace(records=None),
         "spark.incremental.incremental": added,
         "spark.incremental_input.NewFiles": None,

@@ -143,6 +143,7 @@ def test_run_quiet_writes_only_the_log(monkeypatch, caplog, capsys):
     monkeypatch.setattr("dedup.run", judge)
     monkeypatch.setattr("dedup.cli.run.keep_freed_memory", lambda: None)
     monkeypatch.setattr("dedup.worker.logs.set_up_logging", lambda _: None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     caplog.set_level(logging.INFO)
     run(Path("topologies/simplest.yaml"), overrides=["brokers=127.0.0.1:1"], quiet=True)
     assert capsys.readouterr().err == ""
