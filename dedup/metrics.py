@@ -19,7 +19,7 @@ _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
 """The verdict labels of records that have not been judged. Dedup tasks judge repartitioned records later."""
 _STARTED_S: Final = time.time()
-"""The time at which this process started, nearly, because it imports this module at once."""
+"""The approximate start time of this process, which imports this module when it starts."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""

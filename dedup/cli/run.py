@@ -142,7 +142,7 @@ class VerdictProgress:
         return [f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count]
 
     def closing_line(self, *, logged: bool = False) -> None:
-        """Print how many records this process judged, by verdict; or log it, in the format of the log."""
+        """Print how many records this process judged, by verdict. If ``logged``, write this to the log instead."""
         head, split = f"judged {self.verdicts.total():,}:", self._split() or ["nothing"]
         if logged:
             log.info("%s %s", head, "  ".join(split))
@@ -177,7 +177,7 @@ class RunProgress(VerdictProgress):
         self.show(counted(len(numbers), "task"), per_s, *restore_bar(numbers))
 
     def closing_line(self, *, logged: bool = False) -> None:
-        """Print how many records this worker judged, by verdict; or log it, in the format of the log."""
+        """Print how many records this worker judged, by verdict. If ``logged``, write this to the log instead."""
         if self._app is not None:
             tasks = self._app.tasks
             self._add_up([*tasks.ended.values(), *(task.numbers for task in tasks.running.values())])

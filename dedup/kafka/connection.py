@@ -330,8 +330,9 @@ async def until_refused(connection: Connection, client: AIOKafkaClient, failed: 
     """Raise BrokerUnavailable once brokers have refused new connections, and none has accepted one, for `patience_ms`.
 
     ``failed`` contains the nodes that the client could not connect to since the last look, which empties the set. The
-    client itself treats a broker that refuses it like one that does not respond, and such a broker never ends this
-    function. A refusal counts only if it lasts, because a broker that is starting may not know its users yet.
+    client itself does not tell a broker that refuses it from one that does not respond. Brokers that only do not
+    respond never end this function. A refusal counts only if it lasts, because a broker that is starting may not know
+    its users yet.
     """
     since_s = math.inf
     while True:

@@ -232,13 +232,12 @@ async def fitted(
             f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
             f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
         )
-    begun = record is None and store.position > 0
-    if begun or changed(record, window) or store.position < bounds.start:
+    anew = changed(record, window) if record is not None else store.position > 0
+    if anew or store.position < bounds.start:
         await _refuse_truncated(wire, changelog, bounds, record)
-    if record is not None and changed(record, window):
-        log.info("%s", why_restored(changelog, record, window))
-        store.clear()
-    elif begun:
+    if anew:
+        if record is not None:
+            log.info("%s", why_restored(changelog, record, window))
         store.clear()
     return bounds
 
