@@ -96,7 +96,7 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check topology and ingest files, print each error with its position, and warn about likely mistakes.
+    """Check topology files and ingest files, print each error with its position, and warn about likely mistakes.
 
     The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
     also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an

@@ -23,7 +23,7 @@ _GC_THRESHOLD: Final = 100_000
 COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Start here": {
         "demo": ("broker.demo", "Deduplicate real flights, kill a worker, and verify the result."),
-        "check": ("check.check", "Check topology and ingest files, and warn of likely mistakes."),
+        "check": ("check.check", "Check topology files and ingest files for mistakes."),
         "describe": ("check.describe", "Show what a topology does with each record, and its topics."),
         "try": ("check.try_records", "Judge records from a file without a broker."),
         "schema": ("check.schema", "Print the JSON Schema of a kind of file, for use in editors."),

@@ -259,7 +259,10 @@ def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a
 
 
 def _floating(raw: Any, size: int) -> float:  # noqa: ANN401 - the bits, the bytes, or the number itself
-    """Return a floating-point number. Protobuf's reader returns its bits, Avro's its bytes, and the others a float."""
+    """Return the number that a format's reader has read.
+
+    The Protobuf reader returns a number's bits as an int, the Avro reader returns its bytes, and the others a float.
+    """
     if isinstance(raw, float):
         return raw
     encoded: bytes = raw if isinstance(raw, bytes) else raw.to_bytes(size, "little")

@@ -302,8 +302,9 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digest of each wanted row as two numbers, and the digest of the columns of its path,
-        keeping only one batch of content in memory.
+        """Return three numbers for each wanted row: two of its content digest, and the digest of its file's columns.
+
+        At most one batch of content is in memory at a time.
         """
         found = np.empty((len(wanted), 3), np.uint64)
         ascending = np.argsort(wanted)

@@ -254,7 +254,7 @@ class _Batch:
         return Original(source, self.contents[at], columns.headers[at], columns.timestamps_ms[at])
 
     def odd_rows(self, plan: Plan) -> Collection[int]:
-        """Return the rows of the records that count as odd, whether or not records are missing from the log."""
+        """Return the rows of the records that would be odd even if no records were missing from the log."""
         if self.pending:
             return range(len(self.sources))
         filed = self.late.keys() | self.letters.keys()
