@@ -2,6 +2,9 @@
 
 This module does not use aiokafka's producer, which silently repeats EndTxn, commits a transaction even if a record was
 rejected, and has no deadlines (docs/decisions/0002-own-transactions.md).
+
+The module also decides when a client tries to connect again (`back_off`), and how long it waits for a response
+(`answered_within`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import functools
 import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from struct import Struct
 from typing import Any, Final, NoReturn, TypeVar
 
 from aiokafka import errors as kafka_errors
@@ -19,7 +21,6 @@ from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 from aiokafka.protocol.admin import DescribeConfigsRequest
-from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.transaction import (
     AddOffsetsToTxnRequest,
@@ -27,14 +28,16 @@ from aiokafka.protocol.transaction import (
     EndTxnRequest,
     InitProducerIdRequest,
 )
-from aiokafka.protocol.types import Int32
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, answered_within, diagnose, most_telling, outlast_blocks, until_refused
+from dedup.kafka.connection import Connection, diagnose, most_telling, never_create_topics, say_throttled, until_refused
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
     CONSUMER,
+    DIVERGING_EPOCH,
+    EPOCH_END,
+    IMPLICIT,
     NO_GENERATION,
     NO_ID,
     NO_SESSION,
@@ -53,6 +56,7 @@ from dedup.kafka.requests import (
     TxnOffsetCommitRequest_v2,
     TxnOffsetCommitRequest_v5,
     UnparsedMetadataRequest_v10,
+    topics_in,
     transaction_version_in,
 )
 from dedup.kafka.wire import (
@@ -81,29 +85,16 @@ _RESTORE_LANE: Final = "restore"
 the requests of a connection one at a time.
 """
 _METADATA_LANE: Final = "metadata"
-_IMPLICIT: Final = 2
-"""The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 _METADATA_WITHIN_S: Final = 2.0
 """The time limit of a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _ABSENT_FOR_S: Final = 20.0
 """A topic counts as deleted once all responses of this many seconds lack the topic."""
 _ABSENT_AGAIN_S: Final = 15.0
 """If the previous response is older than this, the time begins anew. A request to a frozen broker takes 10 s."""
-_DIVERGING_EPOCH: Final = 0
-"""The tag of the fetch response field that says where the broker's log diverges from the records already read."""
-_EPOCH_END: Final = Struct(">iq")
-"""The binary format of a diverging epoch: a leader epoch, and the offset where it ends in the broker's log."""
+_PARTS: Final = 10
+"""The number of parts in which `answered_within` waits."""
 _FIRST_BACKOFF_S: Final = 0.05
 _MOST_BACKOFF_S: Final = 1.0
-
-
-@functools.lru_cache(maxsize=16)
-def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
-    answer = MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
-    return {
-        name: code or TopicNow(topic_id.hex(), len(partitions))
-        for code, name, topic_id, _, partitions, *_ in answer.topics
-    }
 
 
 K = TypeVar("K")
@@ -130,16 +121,6 @@ def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structure
     return _Prepared(request) if isinstance(request, OneVersion) else request
 
 
-def metadata_request(
-    names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
-) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return a metadata request for the named topics. The request does not make the broker create missing topics.
-
-    If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
-    """
-    return kind([(NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
-
-
 def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
     """Group (topic, value) pairs by topic, and return each topic with the list of its values."""
     found: defaultdict[K, list[T]] = defaultdict(list)
@@ -151,6 +132,16 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> list[tuple[K, list[T]]]:
 def tagged(topics: Iterable[tuple[str, list[tuple[Any, ...]]]]) -> list[Any]:
     """Add the empty tag section that a flexible version (KIP-482) requires after each topic and each partition."""
     return [(topic, [(*part, {}) for part in parts], {}) for topic, parts in topics]
+
+
+def metadata_request(
+    names: Iterable[str], kind: type[MetadataRequest_v10] = MetadataRequest_v10, *, rights: bool = False
+) -> Any:  # noqa: ANN401  # untyped protocol structures
+    """Return a metadata request for the named topics. The request does not make the broker create missing topics.
+
+    If ``rights`` is set, the response includes the operations that the caller is authorized to perform.
+    """
+    return kind([(NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
 
 
 Codes = Callable[[Any], Iterable[int]]
@@ -228,7 +219,7 @@ class KafkaWire:
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
         """See `Wire`."""
-        implicit = await self.transaction_version() >= _IMPLICIT
+        implicit = await self.transaction_version() >= IMPLICIT
         request = InitProducerIdRequest(transactional_id=transactional_id, transaction_timeout_ms=timeout_ms)
         code, answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
         return code, ProducerIdentity(answer.producer_id, answer.producer_epoch, implicit)
@@ -366,7 +357,7 @@ class KafkaWire:
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
         """See `Wire`. The request goes to a random broker."""
-        return _topics_in((await self._ask_any(metadata_request(names, UnparsedMetadataRequest_v10))).body)
+        return topics_in((await self._ask_any(metadata_request(names, UnparsedMetadataRequest_v10))).body)
 
     async def _ask_any(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         """Send a request to a random broker. Raises NoAnswer if the broker does not respond within 2 s."""
@@ -477,7 +468,7 @@ class KafkaWire:
                 stable,
                 [(producer_id, first) for producer_id, first, _ in aborted or ()],
                 records or b"",
-                _EPOCH_END.unpack_from(tags[_DIVERGING_EPOCH])[1] if _DIVERGING_EPOCH in tags else None,
+                EPOCH_END.unpack_from(tags[DIVERGING_EPOCH])[1] if DIVERGING_EPOCH in tags else None,
             )
             for topic_id, partitions, _ in answer.topics or ()
             for partition, code, high_watermark, stable, _, aborted, _, records, tags in partitions
@@ -600,6 +591,62 @@ class KafkaWire:
             raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error
 
 
+def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
+    """Close the connection after a timeout, so that no new epoch reuses the unresponsive connection."""
+    if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+
+
+async def answered_within(answer: asyncio.Future[T], within_s: float, paused: Callable[[], bool] = lambda: False) -> T:
+    """Return a response, or stop waiting for it and raise TimeoutError after ``within_s`` seconds.
+
+    While a flow or an ID function blocks the event loop, no response is read, and a timer that became due in the
+    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` waits in several
+    parts, and a part counts once, however late it ends. A part at whose end ``paused`` returns True does not count.
+    """
+    try:
+        parts = _PARTS
+        while parts:
+            await asyncio.wait({answer}, timeout=within_s / _PARTS)
+            if answer.done():
+                return answer.result()
+            parts -= not paused()
+        raise TimeoutError
+    finally:
+        if not answer.cancel() and not answer.cancelled():
+            answer.exception()  # asyncio logs errors that nobody retrieves
+
+
+_send: Final = AIOKafkaConnection.send
+_send_only: Final = types.FunctionType(
+    _send.__code__, {**_send.__globals__, "wait_for": lambda answer, _: answer}, argdefs=_send.__defaults__
+)
+"""aiokafka's own method, except that it returns a future of the response, which has no time limit."""
+
+
+class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped base
+    """aiokafka's connection, except that it waits for responses with `answered_within`, and heeds quotas.
+
+    A broker whose quota a client exceeds responds at once, but then reads nothing from the connection for the time that
+    the response names (KIP-219). Requests that wait for that reason do not count as unanswered.
+    """
+
+    _muted_until_s = 0.0
+
+    def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:  # noqa: ANN401, FBT001, FBT002  # aiokafka's
+        sent: Any = _send_only(self, request, expect_response)
+        return self._answered(sent) if expect_response else sent
+
+    async def _answered(self, answer: asyncio.Future[Any]) -> Any:  # noqa: ANN401  # untyped protocol structures
+        clock_s = asyncio.get_running_loop().time
+        found = await answered_within(answer, self._request_timeout, lambda: clock_s() < self._muted_until_s)
+        throttled_ms = getattr(found, "throttle_time_ms", 0)
+        if throttled_ms > 0:
+            self._muted_until_s = clock_s() + throttled_ms / 1000
+            say_throttled(f"{self.host}:{self.port}", found.API_KEY, throttled_ms)
+        return found
+
+
 def back_off(client: AIOKafkaClient) -> set[object]:
     """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
 
@@ -637,25 +684,14 @@ def back_off(client: AIOKafkaClient) -> set[object]:
     return failed
 
 
-_update: Final = AIOKafkaClient._metadata_update  # noqa: SLF001  # aiokafka has no option for this
-_ASKING_ONLY: Final = functools.partial(MetadataRequest, allow_auto_topic_creation=False)
-_UPDATE_WITHOUT_CREATING: Final = types.FunctionType(
-    _update.__code__, {**_update.__globals__, "MetadataRequest": _ASKING_ONLY}
-)
-"""aiokafka's own method, except that its requests do not make brokers create topics."""
+def outlast_blocks(client: AIOKafkaClient) -> None:
+    """Make a client read the responses that have arrived, and heed quotas, before it treats requests as unanswered."""
+    connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
 
+    async def connect_outlasting(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
+        made: AIOKafkaConnection | None = await connect(node_id, **options)
+        if made is not None:
+            made.__class__ = _WaitingConnection
+        return made
 
-def never_create_topics(client: AIOKafkaClient) -> None:
-    """Make a client look up topics without creating them.
-
-    By default, aiokafka lets brokers create each topic that it looks up, and brokers do so with their default numbers
-    of partitions and retention times unless `auto.create.topics.enable` is off. A topic that somebody deletes under a
-    running process would then be created again at once.
-    """
-    client._metadata_update = types.MethodType(_UPDATE_WITHOUT_CREATING, client)  # noqa: SLF001
-
-
-def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close the connection after a timeout, so that no new epoch reuses the unresponsive connection."""
-    if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
-        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+    client._get_conn = connect_outlasting  # noqa: SLF001

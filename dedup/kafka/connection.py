@@ -1,7 +1,5 @@
 """Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
-The module also decides how long a client waits for a response (`answered_within`).
-
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
 `diagnose` connects to each broker separately to find the real cause. `until_refused` finds out whether brokers that a
 running process cannot connect to refuse it, so that waiting is pointless.
@@ -18,11 +16,11 @@ import socket
 import ssl
 import time
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
@@ -143,9 +141,6 @@ def _refuse_file(key: str, path: str, why: str | None) -> NoReturn:
     raise SettingsError([Problem(f"security.{key}", f"{path} cannot be used: {why}")])
 
 
-T = TypeVar("T")
-_PARTS: Final = 10
-"""The number of parts in which `answered_within` waits."""
 _QUOTAS: Final = {0: "producer_byte_rate", 1: "consumer_byte_rate"}
 """Maps the API keys of Produce and Fetch to the quotas that these requests use up."""
 _OTHER_QUOTA: Final = "request_percentage"
@@ -153,62 +148,13 @@ _SAY_EVERY_S: Final = 60.0
 log: Final = logging.getLogger(__name__)
 
 
-async def answered_within(answer: asyncio.Future[T], within_s: float, paused: Callable[[], bool] = lambda: False) -> T:
-    """Return a response, or stop waiting for it and raise TimeoutError after ``within_s`` seconds.
-
-    While a flow or an ID function blocks the event loop, no response is read, and a timer that became due in the
-    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` waits in several
-    parts, and a part counts once, however late it ends. A part at whose end ``paused`` returns True does not count.
-    """
-    try:
-        parts = _PARTS
-        while parts:
-            await asyncio.wait({answer}, timeout=within_s / _PARTS)
-            if answer.done():
-                return answer.result()
-            parts -= not paused()
-        raise TimeoutError
-    finally:
-        if not answer.cancel() and not answer.cancelled():
-            answer.exception()  # asyncio logs errors that nobody retrieves
-
-
-_send: Final = AIOKafkaConnection.send
-_send_only: Final = types.FunctionType(
-    _send.__code__, {**_send.__globals__, "wait_for": lambda answer, _: answer}, argdefs=_send.__defaults__
-)
-"""aiokafka's own method, except that it returns a future of the response, which has no time limit."""
-
-
-class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped base
-    """aiokafka's connection, except that it waits for responses with `answered_within`, and heeds quotas.
-
-    A broker whose quota a client exceeds responds at once, but then reads nothing from the connection for the time that
-    the response names (KIP-219). Requests that wait for that reason do not count as unanswered.
-    """
-
-    _muted_until_s = 0.0
-
-    def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:  # noqa: ANN401, FBT001, FBT002  # aiokafka's
-        sent: Any = _send_only(self, request, expect_response)
-        return self._answered(sent) if expect_response else sent
-
-    async def _answered(self, answer: asyncio.Future[Any]) -> Any:  # noqa: ANN401  # untyped protocol structures
-        clock_s = asyncio.get_running_loop().time
-        found = await answered_within(answer, self._request_timeout, lambda: clock_s() < self._muted_until_s)
-        throttled_ms = getattr(found, "throttle_time_ms", 0)
-        if throttled_ms > 0:
-            self._muted_until_s = clock_s() + throttled_ms / 1000
-            _say_throttled(f"{self.host}:{self.port}", _QUOTAS.get(found.API_KEY, _OTHER_QUOTA), throttled_ms)
-        return found
-
-
 _said_s: Final[dict[str, float]] = {}
 """Maps each quota to the monotonic time, in seconds, at which the log last named it."""
 
 
-def _say_throttled(broker: str, quota: str, throttled_ms: int) -> None:
-    """Log that a broker throttles this client, at most once a minute for each quota."""
+def say_throttled(broker: str, api_key: int, throttled_ms: int) -> None:
+    """Log that a broker throttles this client's requests of one kind, at most once a minute for each quota."""
+    quota = _QUOTAS.get(api_key, _OTHER_QUOTA)
     now_s = time.monotonic()
     if now_s - _said_s.get(quota, -math.inf) < _SAY_EVERY_S:
         return
@@ -222,17 +168,22 @@ def _say_throttled(broker: str, quota: str, throttled_ms: int) -> None:
     )
 
 
-def outlast_blocks(client: AIOKafkaClient) -> None:
-    """Make a client read the responses that have arrived, and heed quotas, before it treats requests as unanswered."""
-    connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
+_update: Final = AIOKafkaClient._metadata_update  # noqa: SLF001  # aiokafka has no option for this
+_ASKING_ONLY: Final = partial(MetadataRequest, allow_auto_topic_creation=False)
+_UPDATE_WITHOUT_CREATING: Final = types.FunctionType(
+    _update.__code__, {**_update.__globals__, "MetadataRequest": _ASKING_ONLY}
+)
+"""aiokafka's own method, except that its requests do not make brokers create topics."""
 
-    async def connect_outlasting(node_id: object, **options: Any) -> AIOKafkaConnection | None:  # noqa: ANN401  # aiokafka's
-        made: AIOKafkaConnection | None = await connect(node_id, **options)
-        if made is not None:
-            made.__class__ = _WaitingConnection
-        return made
 
-    client._get_conn = connect_outlasting  # noqa: SLF001
+def never_create_topics(client: AIOKafkaClient) -> None:
+    """Make a client look up topics without creating them.
+
+    By default, aiokafka lets brokers create each topic that it looks up, and brokers do so with their default numbers
+    of partitions and retention times unless `auto.create.topics.enable` is off. A topic that somebody deletes under a
+    running process would then be created again at once.
+    """
+    client._metadata_update = types.MethodType(_UPDATE_WITHOUT_CREATING, client)  # noqa: SLF001
 
 
 REFUSAL_LOOK_S: Final = 5.0

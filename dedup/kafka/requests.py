@@ -7,9 +7,11 @@ A broker must support all of these versions except those of KIP-890; Kafka 3.1 a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from operator import methodcaller
+from struct import Struct
 from typing import Any, ClassVar, Final, NamedTuple
 
 from aiokafka.protocol.abstract import AbstractType
@@ -35,6 +37,8 @@ from aiokafka.protocol.types import (
     String,
     TaggedFields,
 )
+
+from dedup.kafka.wire import TopicNow
 
 CONSUMER: Final = -1
 """The replica ID of a client that is not a broker."""
@@ -110,6 +114,12 @@ class ApiVersionsRequest_v3(OneVersion, RequestStruct):
 
 
 API_VERSIONS: Final = ApiVersionsRequest_v3("dedup", "1", {})
+IMPLICIT: Final = 2
+"""The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
+DIVERGING_EPOCH: Final = 0
+"""The tag of the fetch response field that says where the broker's log diverges from the records already read."""
+EPOCH_END: Final = Struct(">iq")
+"""The binary format of a diverging epoch: a leader epoch, and the offset where it ends in the broker's log."""
 
 
 def transaction_version_in(answer: Any) -> int:  # noqa: ANN401  # untyped protocol structures
@@ -377,3 +387,13 @@ class FetchRequest_v13(OneVersion, RequestStruct):
             ),
         ),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
+    """Return what a metadata response says about each topic: its ID and partition count, or an error code."""
+    answer = MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
+    return {
+        name: code or TopicNow(topic_id.hex(), len(partitions))
+        for code, name, topic_id, _, partitions, *_ in answer.topics
+    }

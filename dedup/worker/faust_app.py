@@ -34,8 +34,8 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
-from dedup.kafka.client import KafkaWire, back_off, never_create_topics, sendable
-from dedup.kafka.connection import outlast_blocks
+from dedup.kafka.client import KafkaWire, back_off, outlast_blocks, sendable
+from dedup.kafka.connection import never_create_topics
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.requests import HeartbeatRequest_v3
