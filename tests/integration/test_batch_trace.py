@@ -1,4 +1,4 @@
-"""The way of one batch through the code stays short: it had grown from 148 to 196 switches between files, unnoticed."""
+"""The path of one batch through the code stays short. It once grew from 148 to 196 switches between files, unnoticed."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_FILES, MOST_SWITCHES = 22, 170
-"""20 files and 148 switches, and room for a check of the topics or a retry that falls into the batch."""
+"""A batch passed 20 files with 148 switches. The rest is room for a check of the topics, or a retry, during the batch."""
 
 
 @pytest.mark.broker
