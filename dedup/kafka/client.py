@@ -30,7 +30,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, diagnose, most_telling, never_create_topics, say_throttled, until_refused
+from dedup.kafka.connection import Connection, connect, never_create_topics, say_throttled, until_refused
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -178,28 +178,15 @@ class KafkaWire:
         After a permanent error, such as a wrong password or an untrusted certificate, `start` raises BrokerUnavailable
         immediately.
         """
-        client = AIOKafkaClient(**self.connection.client_options())
-        self._failed = back_off(client)
-        outlast_blocks(client)
-        never_create_topics(client)
-        deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
-        while True:
-            try:
-                await client.bootstrap()
-            except kafka_errors.KafkaConnectionError as error:
-                found = most_telling(await diagnose(self.connection))
-                if found is not None and not found.passing:
-                    await client.close()
-                    raise BrokerUnavailable(f"{found.sentence}.") from error
-                if asyncio.get_running_loop().time() >= deadline:
-                    await client.close()
-                    at = f"no broker answers at {', '.join(self.connection.brokers)}"
-                    why = f" ({error}). Correct `brokers` in the config" if found is None else f". {found.sentence}"
-                    raise BrokerUnavailable(f"{at}{why}. `dedup broker` starts one on this machine.") from error
-                await asyncio.sleep(0.2)
-            else:
-                self._client = client
-                return
+        self._client = AIOKafkaClient(**self.connection.client_options())
+        self._failed = back_off(self._client)
+        outlast_blocks(self._client)
+        never_create_topics(self._client)
+        try:
+            await connect(self.connection, self._client.bootstrap)
+        except BaseException:
+            await self._client.close()
+            raise
 
     async def stop(self) -> None:
         """Close every connection."""

@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 import types
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -275,6 +275,27 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     A permanent problem is more important than a temporary one.
     """
     return min(findings, key=lambda finding: finding.passing, default=None)
+
+
+async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]) -> None:
+    """Repeat ``attempt``, which connects a client of aiokafka, until a broker responds.
+
+    Raises BrokerUnavailable if no broker responds within `patience_ms`, or immediately after a permanent error, such as
+    a wrong password or an untrusted certificate.
+    """
+    deadline = asyncio.get_running_loop().time() + connection.patience_ms / 1000
+    while True:
+        try:
+            return await attempt()
+        except kafka_errors.KafkaConnectionError as error:
+            found = most_telling(await diagnose(connection))
+            if found is not None and not found.passing:
+                raise BrokerUnavailable(f"{found.sentence}.") from error
+            if asyncio.get_running_loop().time() >= deadline:
+                at = f"no broker answers at {', '.join(connection.brokers)}"
+                why = f" ({error}). Correct `brokers` in the config" if found is None else f". {found.sentence}"
+                raise BrokerUnavailable(f"{at}{why}. `dedup broker` starts one on this machine.") from error
+        await asyncio.sleep(0.2)
 
 
 async def until_refused(connection: Connection, client: AIOKafkaClient, failed: set[object]) -> NoReturn:

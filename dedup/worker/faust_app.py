@@ -35,7 +35,7 @@ from yarl import URL
 from dedup.core.window import Sighting
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire, back_off, outlast_blocks, sendable
-from dedup.kafka.connection import never_create_topics
+from dedup.kafka.connection import connect, never_create_topics
 from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.requests import HeartbeatRequest_v3
@@ -187,7 +187,7 @@ class Consumer(FaustConsumer):
 
     async def on_start(self) -> None:
         """Start the client without joining the group. The worker joins when Faust subscribes, after Faust's agents have
-        started.
+        started. Raises BrokerUnavailable if no broker responds; see `connect`.
         """
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
@@ -206,7 +206,11 @@ class Consumer(FaustConsumer):
         back_off(inner)
         outlast_blocks(inner)
         never_create_topics(inner)
-        await self.client.start()
+        try:
+            await connect(app.wire.connection, self.client.start)
+        except BaseException:
+            await self.client.stop()
+            raise
         self._name_heartbeats()
         # By default, the client loops over all partitions five times a second.
         self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from dedup.crashpoints import OF_ANNOUNCING, POINTS, Point
+from dedup.errors import BrokerUnavailable
 from dedup.kafka.outage_lines import FAILURES
 from tests.chaos.conftest import Rough
 from tests.fault_proxy import Direction
@@ -54,6 +55,29 @@ def test_f21_broker_killed_in_a_phase_of_a_transaction(make_job: MakeJob, rough:
         assert worker.stop() == 0, worker.log
     job.judge()
     assert_none_open(job)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_broker_dies_after_a_workers_checks(make_job: MakeJob, rough: Rough, *, comes_back: bool) -> None:
+    """The member of the group has a connection of its own, which waits for a broker as the first one does."""
+    job = make_job()
+    job.send(workload(7, 400))
+    worker = job.start("a", "freeze_at_consumer=1", f"patience={60_000 if comes_back else 1_000}")
+    until(lambda: worker.frozen, "it froze")
+    rough.kafka.kill()
+    worker.signal(signal.SIGCONT)
+    if comes_back:
+        worker.until_logged("Unable connect")
+        rough.kafka.restart()
+        job.until_done()
+        assert worker.stop() == 0, worker.log
+        job.judge()
+        return
+    code = worker.wait()
+    rough.kafka.restart()
+    assert code == BrokerUnavailable.exit_code, worker.log
+    assert "no broker answers at" in " ".join(worker.log.split())
+    assert "Traceback" not in worker.log
 
 
 def send_until_frozen(job: Job, worker: Worker, events: list[Event]) -> None:

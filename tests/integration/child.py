@@ -199,6 +199,17 @@ def restore_held(fetches: int) -> None:
     KafkaWire.fetch = held  # type: ignore[method-assign]
 
 
+def freeze_at_consumer(_number: int) -> None:
+    """The worker stands still after all its checks, before the member of the group connects."""
+    on_start = faust_app.Consumer.on_start
+
+    async def frozen(self: faust_app.Consumer) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await on_start(self)
+
+    faust_app.Consumer.on_start = frozen  # type: ignore[method-assign]
+
+
 def small_batches(records: int) -> None:
     """A batch has at most this many records."""
     faust_app.BATCH_RECORDS = records  # type: ignore[misc]
@@ -384,6 +395,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         die_judging_in_commit,
         slow_restore,
         restore_held,
+        freeze_at_consumer,
         small_batches,
         patience,
         answers_within,
