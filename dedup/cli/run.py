@@ -151,7 +151,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """Shows a worker's progress since its start, and also counts the tasks that have since moved to other workers."""
+    """Shows a worker's progress since its start, including the records of tasks that have moved to other workers."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)

@@ -99,7 +99,7 @@ def _named(steps: Excluded) -> Without:
 
 
 def deeper(depth: int) -> int:
-    """Return the depth of a value's members, given the value's own. Raises Unreadable if they would be too deep."""
+    """Return the depth of the members of a value at ``depth``. Raises Unreadable if they would be too deep."""
     if depth >= MAX_DEPTH:
         raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
     return depth + 1

@@ -443,7 +443,7 @@ class Extractor:
                 assert_never(never)
 
     def _contents(self, rule: ContentRule, batch: _Batch, payloads: Sequence[bytes]) -> list[bytes | None]:
-        """Return the canonical content of each value, with None for values that have none."""
+        """Return the canonical content of each value, or None for a value that has no canonical content."""
         if self.recipe.fmt not in MEMBERWISE:
             return [_content(partial(content_of, each, rule.exclude)) for each in payloads]
         rows = zip(_present(batch.values), batch.headers, strict=True)

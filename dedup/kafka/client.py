@@ -588,8 +588,9 @@ async def answered_within(answer: asyncio.Future[T], within_s: float, paused: Ca
     """Return a response, or stop waiting for it and raise TimeoutError after ``within_s`` seconds.
 
     While a flow or an ID function blocks the event loop, no response is read, and a timer that became due in the
-    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` waits in several
-    parts, and a part counts once, however late it ends. A part at whose end ``paused`` returns True does not count.
+    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` divides the wait
+    into several parts, and counts each part once, however late it ends. If ``paused`` returns True at the end of a
+    part, this part is not counted.
     """
     try:
         parts = _PARTS

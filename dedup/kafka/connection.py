@@ -299,7 +299,7 @@ async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]
 
 
 async def until_refused(connection: Connection, client: AIOKafkaClient, failed: set[object]) -> NoReturn:
-    """Raise BrokerUnavailable once brokers have refused new connections, and none has accepted one, for `patience_ms`.
+    """Raise BrokerUnavailable if, for `patience_ms`, brokers have refused new connections and none has accepted one.
 
     ``failed`` contains the nodes that the client could not connect to since the last look, which empties the set. The
     client itself does not tell a broker that refuses it from one that does not respond. Brokers that only do not

@@ -356,7 +356,7 @@ class FeedFetcher:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
-        """Check the topics in the background. Raises StateIncompatible if an earlier check has found a change."""
+        """Check the topics in the background. Raises StateIncompatible if the previous check found a change."""
         looking = self._looking
         if looking is None:
             self._looking = asyncio.create_task(self._check.look(), name="look for changed topics")

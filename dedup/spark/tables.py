@@ -284,7 +284,7 @@ def _members(kind: t.DataType, fmt: Format, at: Path = ()) -> Iterator[SinkColum
 
 
 def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
-    """Return the JSON of a type's next members."""
+    """Return a value of the type as JSON text. Takes the value's members, in the order of the type, from ``values``."""
     if isinstance(kind, t.StructType):
         inner = [f"{json.dumps(field.name)}:{_json_text(field.dataType, values)}" for field in kind.fields]
         return f"{{{','.join(inner)}}}"

@@ -143,7 +143,7 @@ class SideTopic:
         return found
 
     def count_below(self, feed: tuple[int, int], offset: int) -> int:
-        """Return the number of entries left that name an offset below ``offset`` in a source partition."""
+        """Return the number of remaining entries of a source partition that name an offset below ``offset``."""
         ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<? AND taken=0"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 

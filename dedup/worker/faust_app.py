@@ -218,7 +218,7 @@ class Consumer(FaustConsumer):
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     def _name_heartbeats(self) -> None:
-        """Send the worker's ID in each heartbeat, so that the broker says when another process has taken its place.
+        """Send the worker's ID in each heartbeat, so that the response shows if another process has taken its place.
 
         aiokafka's own heartbeats do not name the ID. The broker would then say that it does not know the member, the
         client would join again, and two processes with one ID would replace each other, without progress, many times.
