@@ -48,6 +48,8 @@ _PLAIN: Final = (
     '{name}: a secret must not be written here; write "${{env:NAME}}" or "${{file:PATH}}", or set {variable}'
 )
 _LAST_PORT: Final = 65_535
+_LONGEST_LABEL: Final = 63
+"""The maximum length of a part of a host name between dots (RFC 1035)."""
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
@@ -69,7 +71,11 @@ def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
 
 def _is_broker(text: str) -> bool:
     match = _BROKER.fullmatch(text)
-    return match is not None and 0 < int(match[2]) <= _LAST_PORT
+    if match is None or not 0 < int(match[2]) <= _LAST_PORT:
+        return False
+    # Python refuses to look up other names, with an error that names no setting.
+    labels = match[1].removesuffix(".").split(".")
+    return match[1].startswith("[") or all(0 < len(label) <= _LONGEST_LABEL for label in labels)
 
 
 def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file

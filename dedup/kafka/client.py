@@ -93,6 +93,7 @@ _ABSENT_AGAIN_S: Final = 15.0
 """If the previous response is older than this, the time begins anew. A request to a frozen broker takes 10 s."""
 _PARTS: Final = 10
 """The number of parts in which `answered_within` waits."""
+_CLOSE_WITHIN_S: Final = 1.0
 _FIRST_BACKOFF_S: Final = 0.05
 _MOST_BACKOFF_S: Final = 1.0
 
@@ -613,7 +614,8 @@ _send_only: Final = types.FunctionType(
 
 
 class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped base
-    """aiokafka's connection, except that it waits for responses with `answered_within`, and heeds quotas.
+    """aiokafka's connection, except that it waits for responses with `answered_within`, heeds quotas, and closes soon
+    even if the broker reads nothing.
 
     A broker whose quota a client exceeds responds at once, but then reads nothing from the connection for the time that
     the response names (KIP-219). Requests that wait for that reason do not count as unanswered.
@@ -624,6 +626,14 @@ class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped b
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:  # noqa: ANN401, FBT001, FBT002  # aiokafka's
         sent: Any = _send_only(self, request, expect_response)
         return self._answered(sent) if expect_response else sent
+
+    def close(self, reason: CloseReason | None = None, exc: Exception | None = None) -> Any:  # noqa: ANN401  # aiokafka's
+        """Close the connection. Bytes that the broker does not read soon are dropped, so that a stop does not wait."""
+        writer = self._writer
+        closed = super().close(reason, exc)
+        if writer is not None:
+            asyncio.get_running_loop().call_later(_CLOSE_WITHIN_S, writer.transport.abort)
+        return closed
 
     async def _answered(self, answer: asyncio.Future[Any]) -> Any:  # noqa: ANN401  # untyped protocol structures
         clock_s = asyncio.get_running_loop().time

@@ -148,6 +148,8 @@ class DedupApp(faust.App):
     """The alert while nearly all records become dead letters, or None."""
     sub_topologies: dict[str, tuple[str, ...]]
     """Maps the name of each sub-topology to its feeding topics."""
+    on_connected: Callable[[], None] = staticmethod(lambda: None)
+    """Called once when the group member is connected, before it joins the group."""
 
     @property
     def member(self) -> Consumer:
@@ -211,6 +213,7 @@ class Consumer(FaustConsumer):
         except BaseException:
             await self.client.stop()
             raise
+        app.on_connected()
         self._name_heartbeats()
         # By default, the client loops over all partitions five times a second.
         self.client._fetcher._fetcher_timeout = _CLIENT_LOOK_S  # noqa: SLF001  # aiokafka has no public setting for this

@@ -317,15 +317,23 @@ async def refuse_other_state(topology: Topology, cluster: Cluster, wire: Wire) -
         found = await committed_position(wire, topology.name, place, stable=False)
         if found is not None:
             refuse_other_topics(found.note, cluster.offset_note(topology, place), place)
+    await refuse_other_rule(topology, cluster, wire)
+    await LostOffsets(topology, cluster, wire).refuse_any()
+
+
+async def refuse_other_rule(topology: Topology, cluster: Cluster, wire: Wire) -> None:
+    """Raise StateIncompatible if the newest task record of any changelog partition was written by a topology that would
+    judge differently, or refers to another feeding topic.
+    """
     fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
     feeding_topic = cluster.topics[topology.feeding_topics[0]]
-    for changelog in cluster.places([topology.changelog_topic]):
-        record = await last_task_record(wire, changelog, stable=False)
+    changelogs = cluster.places([topology.changelog_topic])
+    records = await at_once(partial(last_task_record, wire, stable=False), changelogs, most=_SEARCHES_AT_ONCE)
+    for changelog, record in records.items():
         if record is not None:
             feeding = TopicPartition(feeding_topic.name, changelog.partition)
             refuse_other_fingerprint(record.fingerprint, fingerprint, feeding)
             refuse_other_feeding(record, feeding_topic.topic_id, feeding)
-    await LostOffsets(topology, cluster, wire).refuse_any()
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:

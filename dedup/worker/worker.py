@@ -35,7 +35,7 @@ from dedup.worker.faust_app import BatchSchema, DedupApp, GroupAssignor, TableMa
 from dedup.worker.introspection import Introspection
 from dedup.worker.layout import LayoutChange, refuse_other_layout, with_layout
 from dedup.worker.offsets import bounds_of, committed_offset, ends_of, progress_within
-from dedup.worker.restore import LostOffsets, Standbys
+from dedup.worker.restore import LostOffsets, Standbys, refuse_other_rule
 from dedup.worker.task import SteadyClock, Task, TaskState
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager, ended
@@ -484,8 +484,13 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         app.in_worker = True
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+
+        def stop_by_signal() -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop.set)
+
+        # Until the member of the group is connected, there is nothing to commit, and a signal ends the worker at once.
+        app.on_connected = stop_by_signal
         introspection = Introspection(app, topology)
         # The worker announces its pages to the group when it joins, so the pages are created first.
         async with options.make_pages(introspection) if options.make_pages else nullcontext() as pages:
@@ -518,7 +523,11 @@ async def _cluster(
         if fresh or not topology.direct:
             await LayoutChange(topology, cluster, wire, settings.transaction_timeout_ms).establish()
         layout = await refuse_other_layout(wire, topology, cluster)
-        return topology, replace(cluster, begun_with=layout.counts)
+        cluster = replace(cluster, begun_with=layout.counts)
+        if not topology.direct:
+            # Repartition tasks have no state that names the rule by which they choose partitions.
+            await refuse_other_rule(topology, cluster, wire)
+        return topology, cluster
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:

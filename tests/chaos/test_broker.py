@@ -21,6 +21,8 @@ from tests.integration.workload import Event, endless, workload
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
 PIECE = 60
+NEVER_MS = 3_600_000
+ENDED_AT_ONCE = 143
 SOON = "answers_within=4000"
 """A worker that gives a request up sooner: what it does then is the same, and F22 shows it with the usual deadline."""
 WAITS = "retried until a commit succeeds"
@@ -78,6 +80,18 @@ def test_a_broker_dies_after_a_workers_checks(make_job: MakeJob, rough: Rough, *
     assert code == BrokerUnavailable.exit_code, worker.log
     assert "no broker answers at" in " ".join(worker.log.split())
     assert "Traceback" not in worker.log
+
+
+def test_a_worker_that_waits_for_a_broker_ends_at_once(job: Job, rough: Rough) -> None:
+    """Was: SIGTERM had no effect until the member of the group was connected, or the wait for a broker was over."""
+    worker = job.start("a", "freeze_at_consumer=1", f"patience={NEVER_MS}")
+    until(lambda: worker.frozen, "it froze")
+    rough.kafka.kill()
+    worker.signal(signal.SIGCONT)
+    worker.until_logged("Unable connect")
+    assert worker.stop() == ENDED_AT_ONCE, worker.log
+    assert "Traceback" not in worker.log
+    rough.kafka.restart()
 
 
 def send_until_frozen(job: Job, worker: Worker, events: list[Event]) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -297,24 +297,20 @@ class Job:
         assert worker.wait() == 0, worker.log
         return worker
 
-    def refused(self, worker_id: str = "a", *, code: int, says: str, repartitions: bool = False) -> Worker:
-        """A worker is started and ends by itself with this code, saying this; nothing is written meanwhile.
-
-        ``repartitions``: only a dedup task refuses, and the repartition tasks may go on until the worker ends.
-        """
-        allowed = {self.topology.repartition_topic} if repartitions else set()
-        before = self.written(allowed)
+    def refused(self, worker_id: str = "a", *, code: int, says: str) -> Worker:
+        """A worker is started and ends by itself with this code, saying this; nothing is written meanwhile."""
+        before = self.written()
         worker = self.start(worker_id)
         assert worker.wait() == code, worker.log
         assert says in worker.log, worker.log
-        assert self.written(allowed) == before
+        assert self.written() == before
         return worker
 
-    def written(self, but: Collection[str] = ()) -> dict[str, dict[int, int]]:
-        """Return the ends of all topics that tasks write, but for these and those that do not exist."""
+    def written(self) -> dict[str, dict[int, int]]:
+        """Return the ends of all topics that tasks write, but for those that do not exist."""
         until_ended(self)
         known = self.admin.client.list_topics(timeout=30).topics
-        wanted = [topic for topic in self.topology.written_topics if topic in known and topic not in but]
+        wanted = [topic for topic in self.topology.written_topics if topic in known]
         return {topic: self.admin.end_offsets(topic) for topic in wanted}
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,28 @@ def test_the_state_of_another_id_rule_is_refused(job: Job) -> None:
     assert '"field": "id"' in text
     job.topology_file.write_text(text.replace('"field": "id"', '"field": "n"'), encoding="utf-8")
     refused_again(job, "b", "another ID rule")
+
+
+def test_a_worker_with_another_id_rule_repartitions_nothing(make_job: MakeJob) -> None:
+    """Was: only dedup tasks refused. A worker that had only repartition tasks sent records to the partitions of the
+    other rule's IDs, where the old rule forwarded them again.
+    """
+    few: dict[str, Any] = {"partitions": 4, "config": {"topics": {"partitions": 1}}}
+    job = make_job(**few)
+    job = make_job(**few, document={"source": {"topics": [f"{job.name}-again"]}})
+    events = distinct(0, 1_000)
+    job.send(events)
+    worker = job.start()
+    job.until_done()
+    text = job.topology_file.read_text(encoding="utf-8")
+    job.topology_file.write_text(text.replace('"field": "id"', '"field": "n"'), encoding="utf-8")
+    refusing(job.start("b"), "another ID rule")
+    job.send(events)
+    job.until_done()
+    assert worker.stop() == 0, worker.log
+    job.topology_file.write_text(text, encoding="utf-8")
+    job.finish()
+    job.judge()
 
 
 def test_f74_a_worker_frozen_through_a_reset(job: Job) -> None:

@@ -174,6 +174,10 @@ def test_numbers_stay_numbers():
             "brokers: [kafka:99999]",
             'c.yaml:1:11: brokers[0]: "kafka:99999" is not a broker; write host:port, such as kafka-1:9092',
         ),
+        (
+            "brokers: [.svc:9092]",  # as "$HOST.svc:9092" without HOST
+            'c.yaml:1:11: brokers[0]: ".svc:9092" is not a broker; write host:port, such as kafka-1:9092',
+        ),
         ("brokers:", "c.yaml:1:1: brokers: has no value; write one, or leave the key out"),
         ("brokers: [a:1, null]", "c.yaml:1:16: brokers[1]: has no value; write one, or leave the item out"),
         ("broker: [a:1]", 'c.yaml:1:1: unknown key "broker"; did you mean "brokers"?'),

@@ -33,6 +33,8 @@ class OneBroker:
         self.port = self.connections = 0
         self.silent_below = 0
         """The connections with a lower number get no responses."""
+        self.reads_bytes = 1 << 20
+        """Of a connection with a larger request, nothing more is read."""
         self.responded = threading.Semaphore(0)
         """Counts the responses to requests for metadata of version 10."""
         self.throttle_ms = 0
@@ -64,6 +66,8 @@ class OneBroker:
         try:
             while True:
                 (size,) = struct.unpack(">i", await reader.readexactly(4))
+                if size > self.reads_bytes:
+                    await asyncio.Event().wait()
                 key, version, correlation = struct.unpack_from(">hhi", await reader.readexactly(size))
                 if own < self.silent_below:
                     continue
@@ -97,11 +101,22 @@ def broker():
 
 @pytest.fixture
 async def wire(broker, monkeypatch):
-    monkeypatch.setattr(client_module, "_METADATA_WITHIN_S", 0.5)
-    made = KafkaWire(Connection((f"127.0.0.1:{broker.port}",), Security(), request_timeout_ms=1_000))
+    monkeypatch.setattr(client_module, "_METADATA_WITHIN_S", 1.0)
+    made = KafkaWire(Connection((f"127.0.0.1:{broker.port}",), Security(), request_timeout_ms=2_000))
     await made.start()
     yield made
     await made.stop()
+
+
+async def test_a_broker_that_reads_nothing_does_not_hold_up_the_stop(broker):
+    """Was: a worker whose broker was frozen committed, left the group, and never ended."""
+    made = KafkaWire(Connection((f"127.0.0.1:{broker.port}",), Security()))
+    await made.start()
+    connection = await made._client._get_conn(0)
+    request = broker.reads_bytes * 16
+    connection._writer.write(struct.pack(">i", request) + bytes(request))
+    async with asyncio.timeout(30):
+        await made.stop()
 
 
 async def test_a_connection_that_a_firewall_has_dropped_is_replaced(broker, wire):
@@ -129,7 +144,7 @@ async def test_a_response_that_arrives_while_a_flow_blocks_the_loop_is_read(brok
     broker.responded.acquire()
     while not broker.responded.acquire(timeout=0.1):  # noqa: ASYNC110  # the broker is in another thread
         await asyncio.sleep(0)
-    time.sleep(1.2)  # noqa: ASYNC251  # longer than the request may take
+    time.sleep(2.4)  # noqa: ASYNC251  # longer than the request may take
     await asked
 
 
@@ -137,7 +152,7 @@ async def test_a_request_that_waits_because_of_a_quota_is_not_unanswered(broker,
     """Was: the connection was closed, every transaction was sent again, and no line of the log named the quota."""
     monkeypatch.setattr(connection_module, "_said_s", {})
     await _asks_leader(wire)
-    broker.throttle_ms, broker.muted_s = 60_000, 1.2
+    broker.throttle_ms, broker.muted_s = 60_000, 2.4
     connections = broker.connections
     for _ in range(3):
         await _asks_leader(wire)
