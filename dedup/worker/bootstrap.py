@@ -101,7 +101,7 @@ class WantedCheckpoint:
 
 
 class Bootstrap:
-    """Fetches checkpoints from a URL, and uses each checkpoint at most once per process."""
+    """Fetches checkpoints from a URL. A process uses each checkpoint at most once."""
 
     def __init__(self, url: str) -> None:
         self._url: Final = url
@@ -109,8 +109,8 @@ class Bootstrap:
         """The number of failed attempts to use a checkpoint that existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[Checkpoint]] = set()
-        """The checkpoints that this process has used. Each is used once, because a second use would mean that its state
-        was lost or damaged.
+        """The checkpoints that this process has used. A checkpoint is used only once: if it is needed again, the state
+        restored from it was lost or damaged.
         """
         self._fresh: Final[dict[Path, Checkpoint]] = {}
         """Maps each directory to the checkpoint that was written into it, until the store is opened."""
@@ -134,7 +134,8 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Open a store, and return it or, if it came from a checkpoint and is unusable, an empty store."""
+        """Open and return a store. If the store came from a checkpoint and is unusable, return an empty store instead.
+        """
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -220,8 +221,8 @@ def _has_state(directory: Path) -> bool:
 
 
 async def bounds_for(found: Checkpoint, wanted: WantedCheckpoint, wire: Wire) -> LogBounds:
-    """Return the changelog's bounds, but look again for about 10 s while it ends before the checkpoint was made."""
-    # Waiting does not turn a checkpoint of another changelog into one of this changelog.
+    """Return the changelog's bounds. If the changelog ends before the checkpoint's position, retry for about 10 s."""
+    # Waiting cannot help if the checkpoint belongs to another changelog.
     position = found.position if found.identity == wanted.identity else 0
     return await bounds_reaching(wire, wanted.changelog, position)
 

@@ -1,8 +1,8 @@
 """Makes a checkpoint: restores a changelog partition into a separate store, and saves that store's files.
 
-A checkpoint is built from the changelog, so no worker has to pause, and data that exists only on a worker's disk never
-becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint
-reads only newer changelog records.
+A checkpoint is built from the changelog, so no worker has to pause, and a checkpoint never contains data that exists
+only on a worker's disk (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint reads
+only newer changelog records.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def make_checkpoint(
     try:
         record, position, ids, read = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
-        # The last run's store only saves time, so it can be deleted.
+        # The store of the last run only saves time, so deleting the store is safe.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
         record, position, ids, read = await _restored(factory, partition, restoring)

@@ -77,22 +77,22 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""The number of IDs that each commit after a restart loads into the Bloom filters, in about 10 ms. If a filter has a
-log, each commit loads eight times as many IDs from that log.
+"""The number of IDs that each commit after a restart loads into the Bloom filters, which takes about 10 ms. If a filter
+has a log, each commit loads eight times as many IDs from the log.
 """
 _MOST_FOLDS: Final = 3
 """The maximum number of folds of a whole batch before the batch is judged in parts. Each fold after the first turns one
 more refused record into a dead letter.
 """
 PIECE: Final = 64
-"""The number of records in each part of a batch that is judged in parts. A part is folded once more for each of its
-records that the target topic does not accept.
+"""The number of records in each part of a batch that is judged in parts. For each record that the target topic does not
+accept, the part is folded once more.
 """
 _IN_COLUMNS_FROM: Final = 32
 """The smallest number of sightings for which `equal_records`, which sets up a table of bytes, is faster than `fill`."""
 _MOST_LATER: Final = 1_000
-"""The maximum number of sightings in later segments that a changelog record repeats, so that it stays small enough. An
-ID has more of them only if it recurs a thousand times within the retention.
+"""The maximum number of sightings from later segments that a changelog record repeats, which limits the record's size.
+An ID has more such sightings only if it recurs a thousand times within the retention.
 """
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """The smallest difference between clocks, in ms, that can cause records to be judged again."""
@@ -142,7 +142,9 @@ class Placement:
 
 
 def record_key_of(state_key: bytes) -> bytes | None:
-    """Return the record key that a producer would write for an ID, or None for a digest, composite, or rare type."""
+    """Return the record key that a producer would write for an ID, or None for a digest, a composite ID, or a rare
+    type.
+    """
     tag, rest = state_key[:1], state_key[1:]
     match tag:
         case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:
@@ -156,7 +158,7 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: Judged) -> None:
-    """Count a dead letter with an unexpected format, and log the first one for each topic and format."""
+    """Count a dead letter with an unexpected format, and log the first such dead letter of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -214,7 +216,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
         timestamps_ms.append(int(timestamp))
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
-    # A list with a single feed means that all records have this feed, which is also true for a batch of one record.
+    # A list with a single feed means that all records have this feed. A batch of one record also has such a list.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 
 
@@ -266,8 +268,8 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """The source partitions whose records can reach this task, except partitions that were added later. If the task
-    reads the source topic directly, there is only one source partition.
+    """The source partitions whose records can reach this task, except partitions that were added later. A task that
+    reads the source topic directly has only one source partition.
     """
     source_topics: tuple[str, ...]
     wrapped: bool
@@ -297,7 +299,7 @@ class Future:
     least_ms: int
     """The smallest event time that is in the future."""
     put_forward_ms: int
-    """The time in ms by which brokers had advanced the clock when the first record in the future was judged."""
+    """The total correction of the clock by brokers, in ms, when the first record in the future was judged."""
 
 
 class DedupTask(TaskWork):
@@ -323,7 +325,7 @@ class DedupTask(TaskWork):
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
         self._future: Future | None = None
-        """The records of the open transaction that were judged to be in the future, or None."""
+        """The records of the open transaction whose event times were in the future, or None."""
         self._placement: Final = Placement(plan.feeding, plan.partitions, numbers, plan.logged)
 
     @property
@@ -343,7 +345,7 @@ class DedupTask(TaskWork):
             return None
         births = store.segments().values()
         # The result never exceeds the offset in the last task record; otherwise, an owner with an empty disk would
-        # conclude that somebody else has deleted records.
+        # assume that somebody else had deleted records.
         return min([*births, record.kept_from]) if births else None
 
     def _opened(self) -> tuple[Store, WriteBuffer]:
@@ -366,7 +368,7 @@ class DedupTask(TaskWork):
         record = store.task_record
         if record is None:
             if committed is None:
-                # Even if the store's position is above 0, nothing is lost, because the first transaction was aborted.
+                # Even if the store's position is above 0, no state is lost, because the first transaction was aborted.
                 return await first_offset(self._wire, plan.feeding, plan.start)
             raise StateIncompatible(
                 f"{plan.changelog} holds no task record, although the group has "
@@ -421,8 +423,8 @@ class DedupTask(TaskWork):
         """Return a changelog offset at or before the first sighting that ends at ``oldest_ms`` or later.
 
         A partition's owner truncates the changelog only below an offset that an applied task record contains.
-        Therefore, a restore can distinguish such a truncation from a loss of records. The returned offset does not rise
-        if somebody else has truncated the changelog, because this disk may then hold the only copy of the deleted
+        Therefore, a restore can distinguish this truncation from a loss of records. The returned offset does not rise
+        if somebody else has truncated the changelog, because only this worker's disk may still hold the deleted
         records.
         """
         store, _ = self._opened()
@@ -513,7 +515,7 @@ class DedupTask(TaskWork):
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         window = self._window
-        # All later segments are searched, too, because an extended sighting is in the segment in which it ends.
+        # The search covers all later segments, because an extended sighting is in the segment in which it ends.
         found = self._opened()[1].get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
@@ -525,8 +527,9 @@ class DedupTask(TaskWork):
         if not writes:
             return []
         self._opened()[1].add(writes)
-        # With wider segments, before guard_period or grace was shortened, a changelog record with the same key may
-        # contain the sightings in later segments, too. The new record replaces that one, so it repeats them.
+        # Before guard_period or grace was shortened, segments were wider, so an older changelog record with the same
+        # key may also contain sightings that are now in later segments. The new record replaces the older record, so it
+        # repeats these sightings.
         for (segment, key), later in outcome.later.items():
             nearest = sorted(later, key=attrgetter("last_ms"))[:_MOST_LATER]
             writes[segment][key] = encode_sighting((*outcome.rewritten[segment, key], *nearest))
@@ -614,7 +617,7 @@ class DedupTask(TaskWork):
 
     def close(self) -> None:
         """Implement `TaskWork.close`."""
-        # This task drops its reference first, because it must not share the store with the next owner.
+        # The task drops its reference first, because two owners must not share a store.
         store, self.store, self._buffer = self.store, None, None
         if store is not None:
             self._keeping.release(store)

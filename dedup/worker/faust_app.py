@@ -1,6 +1,6 @@
-"""Adapts Faust: provides an app whose messages are whole batches, a table of sightings, and a task-group assignor.
+"""Adapts Faust: defines an app whose messages are whole batches, a table of sightings, and an assignor of task groups.
 
-Each Faust message is a whole batch of records, so Faust's overhead occurs once per batch, not once per record. Tasks,
+Each Faust message is a whole batch of records, so Faust adds its overhead once per batch, not once per record. Tasks,
 not Faust, handle offsets, transactions, sends, and restores, so Faust's methods for these operations raise an error
 (see `refused`). The table is read-only, because a task must store a sighting in the same transaction as the verdict on
 its record. Each task restores its own state, so Faust's recovery service never starts.
@@ -185,7 +185,7 @@ class Consumer(FaustConsumer):
         self._replaced = False
         """True if another process has joined the group with this worker's ID."""
         self._announced = False
-        """True if this worker has asked for an assignment that names its address. It asks only once in its life."""
+        """True if this worker has asked for an assignment that names its address. A worker asks only once."""
 
     async def on_start(self) -> None:
         """Start the client without joining the group. The worker joins when Faust subscribes, after Faust's agents have
@@ -221,10 +221,12 @@ class Consumer(FaustConsumer):
         self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     def _name_heartbeats(self) -> None:
-        """Send the worker's ID in each heartbeat, so that the response shows if another process has taken its place.
+        """Send the worker's ID in each heartbeat, so that the response shows whether another process has replaced the
+        worker.
 
-        aiokafka's own heartbeats do not name the ID. The broker would then say that it does not know the member, the
-        client would join again, and two processes with one ID would replace each other, without progress, many times.
+        aiokafka's own heartbeats do not contain the ID. Without the ID, the broker would report an unknown member, and
+        the client would join again. Two processes with the same ID would replace each other repeatedly without making
+        progress.
         """
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         send = coordinator._send_req  # noqa: SLF001
@@ -327,7 +329,7 @@ class Consumer(FaustConsumer):
         return _not_a_member(self.app, pending)
 
     async def _stay_member(self) -> None:
-        """Poll, because aiokafka considers a member alive as long as it polls.
+        """Poll, because aiokafka considers a member alive only while the member polls.
 
         Raises DedupError if this worker is no longer a member.
         """
@@ -345,7 +347,7 @@ class Consumer(FaustConsumer):
             self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
     def announce(self) -> None:
-        """Ask once for a new assignment if the current one names a former address of this worker.
+        """Ask once for a new assignment if the current assignment names a former address of this worker.
 
         Otherwise, the other workers would use that address until the next rebalance.
         """
@@ -384,7 +386,8 @@ class Consumer(FaustConsumer):
                 if answer.reading.over:
                     break  # the task was rebuilt and reads from another position, or a rebalance ended this reading
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
-                # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
+                # Faust drops messages below the last offset that it passed on, and that offset may come from an earlier
+                # reading of the partition.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation, last=part + 1 == parts)
             # `_passed` is set only after Faust has taken the last batch, because the fetcher's position is ahead of the
@@ -393,7 +396,8 @@ class Consumer(FaustConsumer):
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield fetch responses whose schemas are known, in order per partition, and hold back all other responses."""
+        """Yield the fetch responses whose schemas are known, and hold back the others. Each partition keeps its order.
+        """
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source
@@ -630,7 +634,7 @@ class GroupAssignor(PartitionAssignor):
         return found
 
     def _global_table_standby_assignments(self, assignments: Any, partitions_by_topic: Any) -> Any:  # Faust's signature
-        """Convert a finished assignment from task groups to partitions. There are no global tables to assign."""
+        """Convert a finished assignment from task groups to partitions. No global tables exist."""
         return {
             member: ClientAssignment(
                 actives={topic: self._partitions(topic, groups) for topic, groups in made.actives.items()},

@@ -1,4 +1,4 @@
-"""Sends the records that a topology's flow yields, instead of the forwarded records themselves."""
+"""Sends the records that a topology's flow yields instead of the forwarded records."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from dedup.kafka.record_batch import FeedBatch, Header, Line, RecordBatch, Topic
 from dedup.worker.record_collector import FLOW, PART, SOURCE, VERDICT, Misfits, RecordCollector, Refusals, Route
 
 FLOW_SHARE: Final = 0.75
-"""The share of `session_timeout` that the flow may take for one batch, during which the worker sends no heartbeat."""
+"""The share of `session_timeout` that the flow may take for one batch. Meanwhile, the worker sends no heartbeats."""
 NO_HEARTBEAT: Final = (
     "the worker sends no heartbeat, so the group would expel the worker, and the batch would be judged again. Nothing "
     "of the batch was committed. Make the function faster, or raise `session_timeout` in the config file."
 )
-"""Ends the error about code of the user that is too slow."""
+"""The end of the error message about user code that is too slow."""
 _Sent = tuple[int, str, bool, Line]
-"""A record to send: its source row, its topic, True if it goes to the output with its source's key, and its line."""
+"""A record to send: the source row, the topic, True if the record goes to the output with its source's key, and the
+line.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class FlowCollector(RecordCollector):
     again.
     """
     spent_s: list[float] = field(default_factory=list)
-    """The time, in seconds, that the flow took in each fold of the current batch, or of a piece of it."""
+    """The time, in seconds, that the flow took in each fold of the current batch or part of a batch."""
     counted_s: list[float] = field(default_factory=list)
-    """The part of this time that is in the metrics already."""
+    """The parts of `spent_s` that the metrics already include."""
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
@@ -92,7 +94,7 @@ class FlowCollector(RecordCollector):
         """Return the records to send, grouped by target partition and in log order.
 
         In a topology without a repartition topic, an output record with the same key as its source record also keeps
-        that record's partition number. Otherwise, the key or, if there is none, the tracking ID determines the
+        the source record's partition number. Otherwise, the key or, without a key, the tracking ID determines the
         partition.
         """
         own, ids = TopicPartition(output.topic, self.partition), rows.extracted.ids
@@ -115,9 +117,9 @@ class FlowCollector(RecordCollector):
     ) -> dict[int, tuple[FlowRecord, list[FlowRecord] | Fault]]:
         """Map each forwarded row to its record and to the flow's result for that record.
 
-        Raises RecordFailed if the flow fails and the topology says `on_error: stop`. Raises TopologyError if the flow
-        takes more than `most_s` for the batch; otherwise, the group would expel the worker, and the batch would be
-        judged again forever.
+        Raises RecordFailed if the flow fails and the topology specifies `on_error: stop`. Raises TopologyError if the
+        flow takes more than `most_s` for the batch; otherwise, the group would expel the worker, and the batch would be
+        judged again and again.
         """
         before_s, took_s, calls = sum(self.spent_s), 0.0, 0
         verdicts = dict(outcome.exempt)
@@ -133,7 +135,7 @@ class FlowCollector(RecordCollector):
             if made is None:
                 began_s = time.perf_counter()
                 made = yielded(self.flow, record, self.targets)
-                # A process that was frozen during a call has not run a slow flow, so no call alone exceeds the limit.
+                # A call may seem slow because the process was frozen, so a single call never exceeds the limit.
                 took_s += min(time.perf_counter() - began_s, self.most_s / 2)
                 calls += 1
                 if before_s + took_s > self.most_s:
@@ -155,7 +157,7 @@ class FlowCollector(RecordCollector):
         return TopologyError([Problem("then", text)])
 
     def _added(self, rows: Rows, row: int, verdict: str) -> list[Header]:
-        """Return the headers that dedup adds to each record that the flow yields for a row."""
+        """Return the headers that dedup adds to the records that the flow yields for a row."""
         feed = rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0]
         text = f"{self.routes.source_topics[feed.topic]}/{feed.partition}/{rows.sources[row]}"
         place: Header = (SOURCE, text.encode())
