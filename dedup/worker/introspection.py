@@ -93,7 +93,7 @@ COUNTER_READERS: Final[Mapping[str, Callable[[TaskNumbers], Value]]] = {
     "dedup_commit_seconds": lambda numbers: numbers.commits,
     "dedup_end_to_end_seconds": lambda numbers: numbers.end_to_end,
 }
-"""Maps each metric of the tasks that run or ran in this worker to the function that reads it from a task's counters."""
+"""Maps each metric of the worker's current and former tasks to the function that reads it from a task's counters."""
 TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
     "dedup_stream_time_seconds": _stream_time_s,
     "dedup_state_ids": lambda task: task.state_ids,
@@ -106,7 +106,7 @@ TASK_READERS: Final[Mapping[str, Callable[[TaskSeen], Value]]] = {
     "dedup_last_stable_offset_lag": lambda task: task.unstable_records,
     "dedup_seconds_since_commit": lambda task: task.seconds_since_commit,
 }
-"""Maps each metric of the tasks that this worker has now to the function that reads it from a task."""
+"""Maps each metric of the worker's current tasks to the function that reads it from a task."""
 WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_standby_lag_records": lambda seen: {str(partition): lag for partition, lag in seen.standby_lag.items()},
     "dedup_start_time_seconds": lambda seen: seen.started_s,
@@ -116,7 +116,7 @@ WORKER_READERS: Final[Mapping[str, Callable[[WorkerSeen], Value]]] = {
     "dedup_corrupted_total": lambda seen: seen.corrupted,
     "dedup_checkpoints_unusable_total": lambda seen: seen.checkpoints_unusable,
 }
-"""Maps each metric of the worker as a whole to the function that reads it."""
+"""Maps each metric of the whole worker to the function that reads it."""
 
 
 class _Scrape(Collector):
@@ -226,7 +226,7 @@ class Introspection:
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
         """Return whether a task has judged and committed all records of its partition."""
         end = self.app.member.fetcher.end(feeding)
-        # A leader that does not respond may have records that no worker has read.
+        # If the leader does not respond, it may have records that no worker has read.
         if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
             return False
         return task.all_committed and self.app.member.passed(feeding, end.high_watermark, task.next_offset)
@@ -257,7 +257,7 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Return the sightings of an ID in this worker's partitions, and the partitions to which the ID may belong.
+        """Return an ID's sightings in this worker's partitions, and the partitions to which the ID may belong.
 
         Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
@@ -303,7 +303,7 @@ class Introspection:
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""
-        # If the content is the ID, displaying the ID would reveal the payload.
+        # A content ID would reveal the payload, so it is not displayed.
         ids = not isinstance(self.topology.tracking_id.rule, ContentRule | RawContentRule)
         for task in self.app.tasks.running.values():
             yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
@@ -323,7 +323,7 @@ class Introspection:
         peers = []
         for name, assigned in tasks.items():
             url = URL(name)
-            # The URL of a worker has no fragment if the worker's release does not offer its pages to other workers.
+            # A URL without a fragment belongs to a worker whose release does not offer its pages to other workers.
             hidden = url.host == NOWHERE or not url.fragment
             address = None if hidden else str(url.with_fragment(None)).rstrip("/")
             owned = tuple(sorted(task for task in assigned if task[0] in feeding))
@@ -354,7 +354,7 @@ class Introspection:
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:
-    """Return the state keys of all IDs that a user's input may stand for.
+    """Return the state keys of all IDs that a user's input may represent.
 
     For example, the input ``7`` can mean the string "7" or the number 7. Users write a composite ID as a JSON array of
     its parts, and a content ID as the content itself.
@@ -390,7 +390,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 
 def _of_value(topology: Topology) -> Topology:
-    """Return the topology as if the members of the key were members of the value, which have the same IDs.
+    """Return a topology that reads the key's members from the value, which results in the same IDs.
 
     The value then has the format of the key, except for an ID with several parts.
     """
@@ -409,7 +409,7 @@ def _of_value(topology: Topology) -> Topology:
 
 
 def _returned(tracking_id: TrackingId, rule: CodeRule, text: str) -> Iterator[One | Fault]:
-    """Without calling the user's function, yield the ID for each value that the function may have returned."""
+    """Yield the ID for each value that the user's function may have returned, without calling the function."""
     values: list[str | bytes | int] = [text, text.encode()]
     if _JSON_INTEGER.fullmatch(text):
         with suppress(ValueError):  # Python parses and formats at most a few thousand digits
@@ -439,9 +439,9 @@ def _of_alternatives(topology: Topology, alternatives: Sequence[Alternative], te
 
 
 def _typed(topology: Topology, text: str) -> Iterator[tuple[bytes | None, _Headers, tuple[Leaf, ...]]]:
-    """Yield the key, the headers, and the members of each ID that a user's input may stand for.
+    """Yield the key, the headers, and the members of each ID that a user's input may represent.
 
-    One result is yielded for each combination of types that the schema allows for the members.
+    Yields one result for each combination of types that the schema allows for the members.
     """
     rule, source = topology.tracking_id.rule, topology.source
     key: bytes | None = None
@@ -460,7 +460,7 @@ def _typed(topology: Topology, text: str) -> Iterator[tuple[bytes | None, _Heade
 
 
 def _part_leaves(source: SourceSpec, rule: FieldRule | KeyFieldRule, literal: str) -> list[Leaf]:
-    """Return each member of the value or of the key that a part of a user's input may stand for."""
+    """Return each member of the value or key that a part of a user's input may represent."""
     fmt = source.key_format if isinstance(rule, KeyFieldRule) else source.format
     if fmt in {"json", "json_schema"}:
         found: list[Any] = []
@@ -484,7 +484,7 @@ def _names(source: SourceSpec, path: Path) -> Collection[str]:
 def _leaves(fmt: Format, names: Iterable[str], text: str) -> list[Leaf]:
     found: list[Leaf] = []
     for name in names:
-        with suppress(ValueError, KeyError):  # the text is not a value of this type, or the type is refused
+        with suppress(ValueError, KeyError):  # the text is not a value of this type, or IDs cannot have this type
             found.append(_FROM_TEXT[fmt][name](text))
     return [*found, _LACKING[text]] if text in _LACKING else found
 
@@ -546,7 +546,7 @@ _FROM_TEXT: Final[Mapping[Format, Mapping[str, Callable[[str], Leaf]]]] = {
 _NOTHING: Final = "{}"
 """The input that stands for an absent part."""
 _LACKING: Final[Mapping[str, Leaf]] = {"null": None, _NOTHING: ABSENT}
-"""Maps the inputs that stand for a null part and for an absent part to the values of these parts."""
+"""Maps the input for a null part and the input for an absent part to the values of these parts."""
 _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
     "avro": [name for name in _FROM_TEXT["avro"] if name not in {"enum", "int", "fixed"}],
     "protobuf": ["string", "bytes", "bool", "int64"],
@@ -554,11 +554,11 @@ _ANY_TYPE: Final[Mapping[Format, Sequence[str]]] = {
     "cbor": list(_FROM_TEXT["cbor"]),
     "csv": ["text"],
 }
-"""The types that a member may have in an unknown schema, except types that are parsed like another listed type."""
+"""The types that a member may have if the schema is unknown, except types that are parsed like another listed type."""
 
 
 def _array(name: str, text: str, count: int) -> list[str]:
-    """Return the parts of a JSON array unparsed, because a float cannot represent every number."""
+    """Return the parts of a JSON array as text, because a float cannot represent every number."""
     parts: list[msgspec.Raw] = []
     if _is_json(text):
         with suppress(msgspec.MsgspecError):
@@ -574,7 +574,7 @@ def _text_of(literal: str) -> str:
 
 
 def _records(topology: Topology, text: str) -> list[_Record]:
-    """Return one record for each ID that a user's input may stand for."""
+    """Return one record for each ID that a user's input may represent."""
     rule, framing = topology.tracking_id.rule, topology.source.framing
     if framing is not None and isinstance(rule, RawContentRule):
         return [(None, text.encode(), []), (None, *framed("header", text.encode()))]  # the ID includes the framing

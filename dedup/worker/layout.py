@@ -1,12 +1,13 @@
-"""Manages a topology's layout: the number of partitions per transaction, and its topics' initial partition counts.
+"""Manages a topology's layout: the number of partitions per transaction, and the initial partition counts of its
+topics.
 
-Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the layout is
-stored in the cluster, as a record in the topic ``<name>.layout``, to which only the transactional ID ``<name>.layout``
-writes. A topology without a layout topic has the default layout: one partition per transaction.
+Workers with different layouts use different transactional IDs, which do not fence each other. Therefore, the cluster
+stores the layout as a record in the topic ``<name>.layout``. Only the transactional ID ``<name>.layout`` writes to this
+topic. A topology without a layout topic has the default layout: one partition per transaction.
 
 A layout change first writes a layout with `changing_to`, then fences every transactional ID of the old and the new
-layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Either the
-group sees the change and stops, or the change has yet to fence the group's transactional ID and will do so.
+layout, and finally writes the new layout. A task group reads the layout *after* its own InitProducerId. Therefore,
+either the group sees the change and stops, or the change fences the group's transactional ID later.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LOOK_AGAIN_MS: Final = 200
 _PATIENCE_S: Final = 10.0
 """The time in seconds that a starting worker waits for another process's change before it writes the layout itself."""
 _PATIENCE_PER_PARTITION_S: Final = 0.02
-"""The additional time for each partition, because a change that is interrupted by another one starts over."""
+"""The additional time for each partition. It is needed because a change that another change interrupts starts over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Layout:
     partitions: int = 1
     """The number of partitions per transaction."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Maps each topic with tasks to its partition count when the state was created; empty if there was no layout."""
+    """Maps each topic with tasks to its partition count when the state was created; empty if no layout was written."""
     changing_to: int | None = None
     """The next value of ``partitions`` while a change is under way."""
 
@@ -106,7 +107,8 @@ async def read_layout(wire: Wire, topology: Topology) -> Layout:
 
 
 async def refuse_other_layout(wire: Wire, topology: Topology, cluster: Cluster) -> Layout:
-    """Return the layout. Raises StateIncompatible if the layout is being changed or differs from this process's layout.
+    """Return the layout. Raises StateIncompatible if a change is under way or the layout differs from this process's
+    layout.
 
     Call `refuse_other_layout` after InitProducerId.
     """
@@ -149,8 +151,8 @@ async def begun(topology: Topology, cluster: Cluster, wire: Wire) -> Cluster:
 async def with_layout(topology: Topology, cluster: Cluster, wire: Wire, *, fresh: bool) -> Topology:
     """Return the topology with `auto` replaced by the number of partitions per transaction.
 
-    The number of partitions per transaction comes from the layout in the cluster. If the topology is new (``fresh`` is
-    True) and has no layout yet, that number is derived from the partition counts.
+    The number comes from the layout in the cluster. If the topology is new (``fresh`` is True) and has no layout yet,
+    the number is derived from the partition counts.
     """
     if topology.transactions.partitions != "auto":
         return topology
@@ -191,7 +193,7 @@ def counts_of(topology: Topology, cluster: Cluster) -> dict[str, int]:
 
 
 def transactional_ids(topology: Topology, cluster: Cluster, size: int) -> list[str]:
-    """Return every transactional ID that a topology's tasks have if ``size`` partitions share a transaction.
+    """Return all transactional IDs of a topology's tasks if ``size`` partitions share a transaction.
 
     Topics that do not exist are ignored.
     """
@@ -224,7 +226,7 @@ class LayoutChange:
         while self.topology.has_layout(wanted):
             found = await read_layout(self.wire, self.topology)
             if found.counts and found.changing_to != wanted:
-                return  # if it is not this worker's layout, `refuse_other_layout` says so
+                return  # if this worker needs another layout, `refuse_other_layout` reports it
             if not found.counts or waited_s >= patience_s:
                 with contextlib.suppress(TaskMigrated, CommitUnknown):
                     await self.run(wanted, unless_there=True)
@@ -236,10 +238,9 @@ class LayoutChange:
     async def run(self, partitions: int, *, anew: bool = False, unless_there: bool = False) -> None:
         """Put ``partitions`` partitions into each transaction; afterward, no worker with the old layout can commit.
 
-        If ``anew`` is True, the state starts from scratch, so the layout records the current partition counts. If
-        ``unless_there`` is True and another process has written a layout, the function changes nothing. Raises
-        TaskMigrated if another process is also changing the layout, or CommitUnknown if the outcome of a transaction is
-        unknown.
+        If ``anew`` is True, the state is new, so the layout records the current partition counts. If ``unless_there``
+        is True and another process has written a layout, the function changes nothing. Raises TaskMigrated if another
+        process is also changing the layout, or CommitUnknown if the outcome of a transaction is unknown.
         """
         session = self._session(self.topology.layout_id)
         await session.open()
@@ -250,8 +251,8 @@ class LayoutChange:
         counts = counts_of(self.topology, self.cluster) if anew or not before.counts else before.counts
         await self._write(session, Layout(before.partitions, counts, partitions))
         crashpoints.reached("after_changing")
-        # A worker may ask any broker for the layout topic. If a broker does not know the topic yet, the worker would
-        # assume that no layout was written.
+        # A worker may ask any broker for the layout topic. If that broker does not know the topic yet, the worker
+        # assumes that no layout was written.
         while not await self.wire.known_everywhere(self.topology.layout_topic):
             await self.wire.pause(PAUSE_MS)
         await self.fence(before, partitions)
@@ -271,11 +272,11 @@ class LayoutChange:
         return Session(self.wire, transactional_id, None, timeout_ms=self.timeout_ms)
 
     async def _write(self, session: Session, layout: Layout) -> None:
-        """Write a layout, and wait until every reader gets this layout or a newer one.
+        """Write a layout, and wait until readers can no longer get an older layout.
 
         A broker responds to EndTxn before it writes the transaction markers, and readers get the previous layout until
-        the markers are written. If a worker then began a new epoch but read the previous layout, it would continue with
-        that layout.
+        the markers are written. Without the wait, a worker that begins a new epoch in the meantime would read the
+        previous layout and continue with it.
         """
         line: Line = (OWN_ROW, SteadyClock().now_ms(), _KEY, encode_layout(layout), [])
         session.add(fill(TopicPartition(self.topology.layout_topic, 0), [line], compression="none"))
@@ -297,7 +298,8 @@ def _refuse_absent(topology: Topology, have: Mapping[str, Topic]) -> None:
 
 
 async def change_layout(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-    """Change the number of partitions per transaction to the number in the topology, and keep the state and offsets.
+    """Change the number of partitions per transaction to the topology's number, without changing the state or the
+    offsets.
 
     The function also completes an interrupted layout change. Raises DedupError if workers are running or another
     process is changing the layout, or StateIncompatible if topics are missing.

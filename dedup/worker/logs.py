@@ -22,7 +22,7 @@ NOISY: Final = (
     "faust",
     "mode",
     "asyncio",
-    # dedup's Faust services log a message when they start or stop, under the name of their module.
+    # When dedup's Faust services start or stop, they log a message under the name of their module.
     "dedup.worker.faust_app",
 )
 """The loggers whose level is never below WARNING, because aiokafka logs record values at the DEBUG level."""

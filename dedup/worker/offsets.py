@@ -1,4 +1,5 @@
-"""Finds the offset at which a task starts to read: the committed offset or, without one, what `start` specifies.
+"""Finds the offset at which a task starts to read: the committed offset or, if none exists, the offset that `start`
+specifies.
 
 The metadata of each committed offset contains topic IDs (KIP-516). Kafka stores offsets by topic name, so after a topic
 is recreated, its old offsets would point to different records.
@@ -34,7 +35,7 @@ Start = Literal["earliest", "latest"] | int
 K = TypeVar("K")
 T = TypeVar("T")
 MOST_AT_ONCE: Final = 32
-"""The number of partitions or transactional IDs that are asked about at the same time."""
+"""The maximum number of partitions or transactional IDs in concurrent requests."""
 _PROGRESSED: Final[ContextVar[Callable[[], None]]] = ContextVar("progressed", default=lambda: None)
 _FEEDING: Final = "feeding"
 CHANGELOG: Final = "changelog"
@@ -43,7 +44,7 @@ RESETTING: Final = "dedup-reset-in-progress"
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
-    """Return a partition's first offset and high watermark, retrying while the partition's leader changes."""
+    """Return a partition's first offset and high watermark. Retries while the partition's leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
 
 
@@ -53,7 +54,7 @@ async def ends_of(wire: Wire, partitions: Iterable[TopicPartition]) -> dict[Topi
 
 
 async def at_once(ask: Callable[[K], Awaitable[T]], keys: Iterable[K], *, most: int = MOST_AT_ONCE) -> dict[K, T]:
-    """Call ``ask`` for each key, for at most ``most`` keys at the same time, and return the results by key.
+    """Call ``ask`` for each key, with at most ``most`` concurrent calls, and return the results by key.
 
     Raises the first error that a call raises; no call is running afterward.
     """
@@ -76,10 +77,10 @@ async def at_once(ask: Callable[[K], Awaitable[T]], keys: Iterable[K], *, most: 
 
 @asynccontextmanager
 async def progress_within(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError if the ``with`` block takes longer, counted anew from each call of `progressed`.
+    """Raise TimeoutError if ``seconds`` pass in the ``with`` block without a call of `progressed`.
 
-    `at_once` calls it for each key, so a topology may have any number of partitions, but a partition that nobody
-    answers for is still found out.
+    `at_once` calls `progressed` for each key, so the time limit suits any number of partitions but still detects a
+    partition whose requests get no response.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(seconds) as limit:
@@ -96,7 +97,7 @@ async def progress_within(seconds: float) -> AsyncIterator[None]:
 
 
 def progressed() -> None:
-    """Let the surrounding `progress_within`, if there is one, count its time anew."""
+    """Restart the time limit of the surrounding `progress_within`, if any."""
     _PROGRESSED.get()()
 
 
@@ -134,7 +135,7 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
 
 
 async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: int) -> FetchedRecord | None:
-    """Return the first record in a range of offsets, or None if the range has only markers and aborted records."""
+    """Return the first record in a range of offsets, or None if the range contains only markers and aborted records."""
     while begin < end:
         ask = partial(wire.fetch, partition, begin, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS)
         fetched = await answered(wire, ask)
@@ -145,9 +146,9 @@ async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: i
 
 
 async def first_readable(wire: Wire, partition: TopicPartition, begin: int) -> int:
-    """Return the first offset from ``begin`` on that may have a record: markers and aborted records are passed over.
+    """Skip markers and aborted records, and return the first offset at or after ``begin`` that may have a record.
 
-    The function neither waits for open transactions nor passes over offsets that retention has deleted.
+    The function neither waits for open transactions nor skips offsets that retention has deleted.
     """
     bounds = await bounds_of(wire, partition)
     while bounds.start <= begin < bounds.end:
@@ -159,7 +160,7 @@ async def first_readable(wire: Wire, partition: TopicPartition, begin: int) -> i
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return only the offset from `committed_position`, without the leader epoch and the note."""
+    """Return only the offset from `committed_position`."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
@@ -167,9 +168,10 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
     """Return the group's committed offset with its leader epoch and its note.
 
-    The function retries while the coordinator is unavailable and, with ``stable``, while an open transaction may change
-    the offset (KIP-447). If the caller does not own the partition, the call can block until a dead worker's transaction
-    times out. Raises BrokerUnavailable if the coordinator is unavailable for longer than `PATIENCE_S`, or refuses.
+    The function retries while the coordinator is unavailable and, if ``stable`` is True, while an open transaction may
+    change the offset (KIP-447). If the caller does not own the partition, the call can block until a dead worker's
+    transaction times out. Raises BrokerUnavailable if the coordinator is unavailable for longer than `PATIENCE_S`, or
+    refuses.
     """
 
     async def ask() -> CommittedOffset:

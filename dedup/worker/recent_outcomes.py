@@ -63,7 +63,9 @@ class Recent:
         self._open.clear()
 
     def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
-        """Yield the committed samples for display, oldest first within each kind; ``ids`` says whether to show IDs."""
+        """Yield the committed samples for display, oldest first within each kind; IDs are included only if ``ids`` is
+        True.
+        """
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None

@@ -1,4 +1,4 @@
-"""Turns verdicts into record batches, and decides the topic and the headers of each record that is sent."""
+"""Turns verdicts into record batches, and chooses the topic and the headers of each record that is sent."""
 
 from __future__ import annotations
 
@@ -52,20 +52,22 @@ VERDICT: Final = "dedup-verdict"
 _FIRST_TIME: Final = "dedup-first-time"
 _FIRST_SOURCE: Final = "dedup-first-source"
 PART: Final = "dedup-part"
-"""The header that numbers the records that a flow yields for one record, such as ``1/2`` for the first of two."""
+"""The header with the number of a record among those that a flow yields for one record: ``1/2`` is the first of two."""
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""The header that contains the tracking ID if the writer (`dedup ingest`, `IdempotentWriter`) puts it nowhere else."""
+"""The header that contains the tracking ID if the writer (`dedup ingest` or `IdempotentWriter`) stores it nowhere else.
+"""
 REPLAYED: Final = "dedup-replayed"
 """The header of a record that `dedup replay` has sent; it contains the position where the record was first judged."""
 SLACK_BYTES: Final = 65_536
-"""The number of bytes by which added headers may make a late record or dead letter larger than its source record."""
+"""The number of bytes that are allowed for the headers added to a late record or dead letter."""
 _NONE: Final[list[list[Header]]] = [[]]
 _LATE_ADDED: Final = 2
 """The number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
-"""The number of headers that `RecordCollector` adds to a dead letter, which also has a reason and a detail."""
+"""The number of headers that `RecordCollector` adds to a dead letter: those of a late record, a reason, and a detail.
+"""
 
 
 # This table shows what is sent in place of a refused record when the records of the transaction are judged again:
@@ -91,7 +93,8 @@ class Refusals:
     """The records that brokers have refused since the last commit, and their replacements."""
 
     rows: Misfits = field(default_factory=dict)
-    """The records that a topic does not accept, even if their current verdicts do not send them to that topic."""
+    """The records that a topic does not accept. With their current verdicts, they may no longer be sent to that topic.
+    """
     digests: set[tuple[str, int]] = field(default_factory=set)
     """The topics and feeding offsets of the late records and dead letters that are replaced by a digest."""
     apart: set[tuple[str, int]] = field(default_factory=set)
@@ -104,7 +107,7 @@ class Refusals:
     def learn(
         self, refusal: RecordRefused, side_topics: SideTopics, before: Collection[tuple[str, int]] | None = None
     ) -> int | None:
-        """Record a batch's refusal, and return the offset of a record that no topic accepts, or None if there is none.
+        """Note a batch's refusal, and return the offset of a record that no topic accepts, or None.
 
         ``before`` contains the records that were in `rows` before this transaction's refusals; None means all records
         in `rows`. Raises ``refusal`` if the batch contains only dedup's own records, which nothing can replace.
@@ -181,7 +184,7 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the largest uncompressed size, in bytes, of a batch that the broker is certain to accept."""
+        """Return the maximum uncompressed size, in bytes, at which the broker certainly accepts a batch."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
@@ -295,7 +298,7 @@ class RecordCollector:
         for made in self._filled(target, lines, refusals):
             why = self.limits.refuses(made, self.routes.compression)
             if why is None or made.rows[0] == OWN_ROW:
-                batches.append(made)  # dedup's own record cannot become a dead letter, so the broker decides
+                batches.append(made)  # dedup's own record cannot become a dead letter, so it is sent anyway
             else:
                 misfits[target.topic, made.rows[0]] = why
         return batches

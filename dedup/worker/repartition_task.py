@@ -74,12 +74,12 @@ class RepartitionTask(TaskWork):
         """Return the records, batched by their IDs' partitions. Each record gets a header with its source position."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID also needs a verdict, so it goes to a `dedup` task, too.
+        # A record without an ID also goes to a `dedup` task, because it needs a verdict.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
-        # A record with an unknown schema becomes a dead letter here: the `dedup` task may know the schema by then, and
-        # would find an ID that belongs to another partition.
+        # A record with an unknown schema becomes a dead letter here. Otherwise, the `dedup` task might know the schema
+        # by then, and find an ID that belongs to another partition.
         unknown = {row: fault for row, fault in extracted.faults.items() if fault.code == SCHEMA_UNKNOWN}
         for row, partition in zip(
             with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True
@@ -122,7 +122,7 @@ class RepartitionTask(TaskWork):
         return self.collector.publish(batch, rows, outcome, refusals, {})  # `publish` never omits a dead letter
 
     def idle(self) -> list[RecordBatch]:
-        """Return one idle marker per partition of the repartition topic. A marker says that this feed has no new
+        """Return one idle marker per partition of the repartition topic. The marker says that this feed has no new
         records.
         """
         topic, partition = self._plan.feeding

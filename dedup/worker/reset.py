@@ -52,8 +52,7 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions on this machine, whether one worker or a fleet wrote
-    them.
+    """Return the directories of a topology's partitions on this machine, whether a single worker or a fleet wrote them.
     """
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
@@ -80,8 +79,8 @@ class Reset:
     async def look(self) -> Doomed:
         """Return everything that a reset would delete.
 
-        Raises DedupError if the group still has members, or if the reset could not be completed: if another process
-        uses a local store, or if the output does not have as many partitions as the source needs.
+        Raises DedupError if the group still has members, if another process uses a local store, or if the output does
+        not have as many partitions as the source needs.
         """
         await Group(self.wire, self.topology.name).refuse_members()
         have = await self.admin.topics(state_topics(self.topology))
@@ -156,7 +155,7 @@ class Reset:
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:
-            # The repartition tasks have no task records that say where to begin if these offsets expire.
+            # If these offsets expire, no task record says where the repartition tasks begin.
             await group.set_offsets(offsets, for_ever=True)
         else:
             await group.delete()
@@ -171,7 +170,9 @@ class Reset:
         return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Record the current ends of the topics dedup writes to, because `dedup verify` checks only later records."""
+        """Record the current ends of the topics that dedup writes to. `dedup verify` checks only records after these
+        ends.
+        """
         written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
         ends = await ends_of(self.wire, written)
         mark = Group(self.wire, self.topology.reset_group)
@@ -187,7 +188,7 @@ class Reset:
         await change.fence(await read_layout(self.wire, topology))
 
     async def _renew_layout(self) -> None:
-        """Write the layout for the topics' current partition counts."""
+        """Write the layout with the topics' current partition counts."""
         topology = self.topology
         cluster = Cluster(await self.admin.topics(known_names(topology)))
         if topology.layout_topic in cluster.topics:
@@ -233,7 +234,7 @@ class Reset:
                 session.add(fill(changelog, [line], compression="none"))
                 await session.commit({place: Position(offset) for place, offset in offsets.items()})
             except CommitUnknown:
-                # The leader of a partition that was just created may not know the partition yet.
+                # The leader of a new partition may not know the partition yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
                 await self.wire.refresh()

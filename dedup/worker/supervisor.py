@@ -20,11 +20,12 @@ LOOK_S: Final = 0.1
 FIRST_BACK_OFF_S: Final = 0.5
 _LONGEST_BACK_OFF_S: Final = 30.0
 _CALM_S: Final = 60.0
-"""The run time, in seconds, after which a worker that dies is restarted with the shortest back-off."""
+"""If a worker dies after running for at least this time, in seconds, it is restarted with the shortest back-off."""
 FINAL: Final = frozenset({2, 3})
 """The exit codes after which a restart would not help (a usage error or incompatible state)."""
 NO_BROKER: Final = 5
-"""The exit code if no broker is reachable. It ends the fleet unless the worker has once run for longer than `_CALM_S`.
+"""The exit code if no broker is reachable. This code ends the fleet unless the worker once ran for longer than
+`_CALM_S`.
 """
 
 
@@ -83,7 +84,7 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code."""
+    """Run the workers of a plan until a signal arrives or all workers have finished, and return the exit code."""
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -136,9 +137,8 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 def _drain(children: Sequence[Child]) -> int:
     """Stop all workers that are still running, and return the highest of their exit codes, or 0.
 
-    If a signal kills a worker that is already stopping, the worker's exit code counts as 128 plus the signal's number,
-    as in a shell. The exit code of a worker that SIGTERM kills does not count, because the worker had either not begun
-    to judge or already finished.
+    If a signal kills a worker that is already stopping, the worker's exit code is 128 plus the signal's number, as in a
+    shell. A worker that SIGTERM kills is ignored, because it had either not begun to judge or already finished.
     """
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
