@@ -51,16 +51,18 @@ log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
 """The smallest difference from a broker's clock, in ms, that is logged."""
 _EVENT_TIME_MS: Final = 60_000
-"""If a timestamp is more than this many ms older than the time at which the record became readable, it counts as an
-event time, and the end-to-end latency begins at the later time. A smaller difference may be a delay of the log: a stuck
+"""A timestamp that is more than this many ms older than the time at which its record became readable counts as an event
+time, and the end-to-end latency then begins at the later time. A smaller difference may be a delay of the log: a stuck
 follower can hide records for `replica.lag.time.max.ms`, 30 s.
 """
 _MOST_WAITING: Final = 16_000
-"""The number of records that a task may judge during a commit before it waits for the commit to end."""
+"""The number of records that a task may judge during a commit before the task waits for the end of the commit."""
 _MOST_WAITING_BYTES: Final = 64 << 20
-"""The size of the records that a task may judge during a commit before it waits for the commit to end."""
+"""The size of the records that a task may judge during a commit before the task waits for the end of the commit."""
 _LONG_COMMIT_MS: Final = 1_000
-"""The time for which a task with enough waiting records waits for a commit, and holds up the worker's other tasks."""
+"""The maximum time for which a task with enough waiting records blocks the worker's other tasks while it waits for a
+commit.
+"""
 
 
 class TaskState(enum.Enum):
@@ -124,9 +126,9 @@ def _since_boot_s() -> float:
 class SteadyClock:
     """The tasks' clock, which never goes backward and is never behind a time that a broker has reported.
 
-    The clock adds the elapsed time to the wall-clock time at which it was created. The boot clock measures the elapsed
-    time, because the monotonic clock stops while the machine is suspended. When a broker reports that it appended a
-    batch at a later time than the clock shows, the clock advances to that time.
+    The clock adds the elapsed time to the wall-clock time of its creation. The boot clock measures the elapsed time,
+    because the monotonic clock stops while the machine is suspended. When a broker reports that it appended a batch at
+    a later time than the clock shows, the clock advances to that time.
     """
 
     def __init__(self) -> None:
@@ -189,7 +191,7 @@ class TaskWork(abc.ABC):
         """Judge a batch, keep its new sightings until they are applied, and return the record batches to send."""
 
     async def overtaken(self) -> bool:
-        """In a new epoch, return whether another owner has written state since this task's last commit."""
+        """Return, in a new epoch, whether another owner has written state since this task's last commit."""
         return False
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # only work that keeps state needs the offset
@@ -204,7 +206,8 @@ class TaskWork(abc.ABC):
         return Frozen([], apply)
 
     def idle(self) -> list[RecordBatch]:
-        """Return idle markers, which say that this feed has no new records, or an empty list if no task needs any."""
+        """Return idle markers, which say that this feed has no new records, or an empty list if no task needs markers.
+        """
         return []
 
     def discard(self) -> None:
@@ -222,7 +225,7 @@ class SharedTransaction(Protocol):
     dirty: asyncio.Event
     """An event that is set while the transaction contains something to commit."""
     sendable: asyncio.Event
-    """An event that is cleared during a commit, when records for the next transaction must not be sent yet."""
+    """An event that is cleared during a commit, because records for the next transaction must not be sent yet."""
     open_for_batches: asyncio.Event
     """An event that is cleared while records are judged again; no batch is added until these records are committed."""
 
@@ -271,7 +274,7 @@ class Task:
         self._transaction: Final = transaction
         self._wire: Final = wire
         self.work: Final = make_work(self.numbers)
-        """The part of the task that depends on its kind."""
+        """The part of the task that differs between `dedup` and `repartition` tasks."""
         self._refusals = Refusals()
         self.next_offset = 0
         """The feeding offset to commit, which follows the last judged record and the markers after it."""
@@ -290,13 +293,13 @@ class Task:
         self._waiting_records = 0
         self._waiting_bytes = 0
         self.full = False
-        """True during a long commit if no more records should be fetched, because enough records wait for its end."""
+        """True during a long commit if enough records wait for its end, so that no more records should be fetched."""
         self._in_flight = False
         """True while the task's results are in a transaction that is being committed."""
         self._ending: StateIncompatible | None = None
-        """The error with which the task stops once everything that it has judged is committed, or None."""
+        """The error with which the task stops after it has committed all judged records, or None."""
         self._idle_said = False
-        """True if idle markers were sent since the task was last captured."""
+        """True if idle markers were sent after the task's last capture."""
         self._idle_in_flight = False
 
     @property
@@ -362,7 +365,7 @@ class Task:
             self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
         if self.numbers.committed_offset is None:
-            self.numbers.last_commit_s = time.monotonic()  # a restore is no time in which the task could have committed
+            self.numbers.last_commit_s = time.monotonic()  # a task cannot commit during a restore
         self.numbers.committed_offset = self.next_offset
 
     def _soil(self) -> None:
@@ -396,7 +399,7 @@ class Task:
         return blocked_s
 
     async def _commit_ends(self) -> bool:
-        """Wait for the end of the commit in flight, at most `_LONG_COMMIT_MS`, and return whether it has ended."""
+        """Wait at most `_LONG_COMMIT_MS` for the commit in flight, and return whether the commit has ended."""
         sendable = self._transaction.sendable
         waits = {asyncio.ensure_future(sendable.wait()), asyncio.ensure_future(self._wire.pause(_LONG_COMMIT_MS))}
         try:
@@ -413,8 +416,8 @@ class Task:
                 with self.noting_damage():
                     self._judge(known)
             elif known.next_offset > self.next_offset:
-                # The batch has only markers and aborted records. If retention deleted them before the next commit, the
-                # next owner would find that the log begins after the committed offset, as if records had been lost.
+                # The batch has only markers and aborted records. Committing the offset after them matters: if retention
+                # deleted them first, the log would begin after the committed offset, as if records had been lost.
                 self.next_offset, self._leader_epoch = known.next_offset, known.leader_epoch
                 self._soil()
             if self._ending is not None and self.all_committed:
@@ -427,7 +430,9 @@ class Task:
             raise
 
     def _with_append_times(self, batch: FeedBatch) -> FeedBatch:
-        """Return the records before the first one without a broker-set timestamp, and set `_ending` if there is one."""
+        """Return the records before the first record without a broker-set timestamp, and set `_ending` if such a record
+        exists.
+        """
         created = batch.first_created()
         if created is None:
             return batch
@@ -436,7 +441,8 @@ class Task:
 
     @contextmanager
     def noting_damage(self) -> Iterator[None]:
-        """Set `damage` if the ``with`` block finds the task's store damaged; a damaged store must be deleted."""
+        """Set `damage` if the ``with`` block finds the task's store damaged, because a damaged store must be deleted.
+        """
         try:
             yield
         except TaskCorrupted as damage:
@@ -492,7 +498,7 @@ class Task:
             return Captured(self, position, len(self._held), self.work.freeze(position.offset))
 
     def applied(self, captured: Captured, ends: Mapping[TopicPartition, int]) -> None:
-        """Apply captured results to the store after their transaction has been committed."""
+        """Apply captured results to the store after the commit of their transaction."""
         with self.noting_damage():
             captured.frozen.apply(ends)
         crashpoints.reached("after_apply")
@@ -512,7 +518,8 @@ class Task:
 
     def learn(self, refusals: Sequence[RecordRefused]) -> None:
         """Note which batches brokers refused. Raises RecordRefused if a refused record has no replacement left."""
-        # A flow may have made records for several partitions from one record, and all of them may be refused at once.
+        # A flow may have made records for several partitions from one record, and brokers may refuse all of them at
+        # once.
         before = frozenset(self._refusals.rows)
         for refused in refusals:
             offset = self._refusals.learn(refused, self.work.collector.side_topics, before)
@@ -530,7 +537,7 @@ class Task:
     async def refuse_if_overtaken(self) -> None:
         """Raise TaskMigrated if another owner has committed since this task's last commit.
 
-        Raises CommitUnknown if brokers do not say so in time. A worker that is told to stop waits for this method.
+        Raises CommitUnknown if brokers do not respond in time. A worker that is told to stop waits for this method.
         """
         try:
             with patience(DEADLINE_MS / 1000), self.noting_damage():
@@ -568,7 +575,9 @@ class Task:
         self.send_waiting()
 
     def close_now(self) -> None:
-        """Discard all uncommitted results, and release the store or, if `start` is running, leave that to `start`."""
+        """Discard all uncommitted results, and release the store. If `start` is running, `start` releases the store
+        instead.
+        """
         if self.state is TaskState.CLOSED:
             return
         restoring = self.state is TaskState.RESTORING

@@ -43,7 +43,7 @@ from dedup.worker.topics import Cluster, routes_of
 
 ONLY_WORKERS_FOLLOW: Final = "Only `dedup run` reads partitions that are added while it runs; continue with it."
 _PRODUCE_BYTES: Final = 64 << 10
-"""The size below which a batch waits for more batches or for the commit, because each request costs CPU time."""
+"""A batch below this size waits for more batches or for the commit, because each request costs CPU time."""
 
 
 @dataclass(slots=True)
@@ -54,13 +54,14 @@ class IdFunctions:
     most_s: float
     """The time, in seconds, that the functions may take for one batch."""
     slow: set[TopicPartition] = field(default_factory=set)
-    """The feeding partitions for whose last batch the functions took longer than that."""
+    """The feeding partitions whose last batch took longer than `most_s`."""
 
     def limited(self, extractor: Extractor, feeding: TopicPartition) -> Extract:
-        """Return the extractor or, if it calls ID functions, one that raises TopologyError if they are too slow.
+        """Return the extractor. If it calls ID functions, the returned extractor raises TopologyError if they are too
+        slow.
 
-        A process may be frozen during a batch, which is no fault of the functions. Therefore, the error is raised only
-        for a partition's second slow batch in a row.
+        The process may have been frozen during a batch, so a slow batch alone does not prove that the functions are
+        slow. Therefore, the error is raised only for a partition's second slow batch in a row.
         """
         functions = code_rules(self.rule)
         if not functions:
@@ -113,12 +114,12 @@ class TaskFactory:
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that no topic that tasks read has been deleted, recreated, or given more partitions since the start."""
+    """Checks that the topics that tasks read were not deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
-    """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
+    """The size limits of topics. All tasks share these limits, so all tasks learn from each refusal."""
 
     flow: Flow | None = field(init=False, default=None)
-    """The topology's flow, or None if it has none."""
+    """The topology's flow, or None."""
     id_functions: IdFunctions = field(init=False)
     transactions: Counter[str] = field(init=False, default_factory=Counter)
     """The number of transactions of all task groups since the worker's start, by result."""
@@ -143,7 +144,8 @@ class TaskFactory:
         return self.settings.session_timeout_ms / 1000 * FLOW_SHARE
 
     def wanted(self, partition: int) -> WantedCheckpoint:
-        """Return the identity that a partition's store must have, and the values that a checkpoint must match."""
+        """Return the values that a checkpoint must match, including the identity that the partition's store must have.
+        """
         changelog = self.topology.changelog_topic
         identity = StoreIdentity(self.topology.name, partition, self.cluster.topics[changelog].topic_id)
         return WantedCheckpoint(
@@ -200,7 +202,7 @@ class TaskFactory:
     def grouped(self, feeding: Iterable[TopicPartition]) -> list[Members]:
         """Return the feeding partitions, one tuple per task group. Raises InvariantBroken if a group is incomplete.
 
-        Partitions that were added to a topic later are grouped, too. The leader of the consumer group may learn of such
+        Partitions that were added to a topic later are also grouped. The leader of the consumer group may learn of such
         partitions before or after this worker does, so the last task group may lack them. If no partitions may be added
         to the topic, the tasks of added partitions refuse to start.
         """
@@ -299,8 +301,7 @@ class TaskFactory:
             partitions=target.partitions,
             extractor=self.id_functions.limited(extractor_of(topology, fingerprint=False), feeding),
             topic=source.topics.index(feeding.topic),
-            # `latest` would skip the records that producers sent to a new partition before a worker noticed the
-            # partition.
+            # `latest` would skip the records that producers sent to a new partition before a worker noticed it.
             start="earliest" if self.cluster.is_new(feeding) else source.start,
             by_arrival=topology.by_arrival,
             passes_ids_on=topology.passes_ids_on,
@@ -308,7 +309,7 @@ class TaskFactory:
 
 
 def topic_check(topology: Topology, cluster: Cluster, wire: Wire) -> TopicCheck:
-    """Return the check that the topics that a topology's tasks read, and the changelog, are as in ``cluster``."""
+    """Return a check that the changelog and the topics that a topology's tasks read are still as in ``cluster``."""
     names = {*topology.source.topics, *topology.feeding_topics, topology.changelog_topic}
     topics = {name: cluster.topics[name] for name in names}
     expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}

@@ -1,6 +1,6 @@
 """Implements a task group, whose tasks share a transactional ID and are assigned, fenced, and committed together.
 
-A transaction costs a broker several milliseconds, regardless of the number of records. Therefore, n tasks of the same
+A transaction takes a broker several milliseconds, regardless of the number of records. Therefore, n tasks of the same
 kind commit in one transaction, which contains the records, the task records, and the offsets of all these tasks:
 
     open()        fences the previous owner (InitProducerId), once per assignment; each task then starts by itself
@@ -41,7 +41,7 @@ class TaskGroup:
     ) -> None:
         """``confirm`` raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`.
 
-        ``refuse_layout`` raises StateIncompatible if the layout in the cluster groups the partitions differently.
+        ``refuse_layout`` raises StateIncompatible if the cluster's layout groups the partitions differently.
         ``transactions`` counts the transactions of all groups of the worker, by result.
         """
         self._session: Final = session
@@ -52,7 +52,8 @@ class TaskGroup:
         """Maps each feeding partition to its task."""
         self.closed = False
         self.opened = 0
-        """The number of epochs that `open` has begun. With transactions of version 2, each commit begins one, too."""
+        """The number of epochs that `open` has begun. With transactions of version 2, each commit also begins an epoch.
+        """
         self.dirty = asyncio.Event()
         self.sendable = asyncio.Event()
         self.open_for_batches = asyncio.Event()
@@ -79,8 +80,7 @@ class TaskGroup:
         """
         await self._session.open()
         self.opened += 1
-        # Either a change of the layout fences this ID later, or the change has already begun, and the next line finds
-        # it.
+        # Either a layout change fences this ID later, or the next line finds that the change has already begun.
         await self._refuse_layout()
 
     def send(self, batches: Sequence[RecordBatch], feeding: TopicPartition) -> None:
@@ -110,7 +110,7 @@ class TaskGroup:
                 self.open_for_batches.set()
 
     async def _commit_once(self) -> Sequence[Captured]:
-        # No await separates the following lines, because the sent records, the applied state, and the offsets must
+        # No await may separate the following lines, because the sent records, the applied state, and the offsets must
         # match.
         self.dirty.clear()
         self.sendable.clear()
@@ -146,7 +146,7 @@ class TaskGroup:
             for each in captured:
                 each.frozen.confirm(self._session.append_time_ms)
             if not self.closed:
-                # If the group was closed in the meantime, the session has forgotten responses that may be refusals.
+                # If the group was closed in the meantime, the session may have forgotten refusals.
                 await self._session.end()
         except BaseException:
             for request in (written, confirmed):
@@ -156,14 +156,14 @@ class TaskGroup:
         return ends
 
     def _may_apply(self) -> bool:
-        """Return False if the group was closed during its commit, because its stores may then have new owners."""
+        """Return False if the group was closed during the commit, because its stores may have new owners."""
         return not self.closed
 
     @staticmethod
     def _apply(captured: Sequence[Captured], ends: Mapping[TopicPartition, int]) -> None:
         """Apply every task's results, even if one of them fails, because all of them have been committed.
 
-        After applying all results, raises the first error, if any. The results of a task that failed are restored from
+        After applying all results, raises the first error, if any. The next owner restores a failed task's results from
         the changelog.
         """
         errors: list[Exception] = []
@@ -191,7 +191,7 @@ class TaskGroup:
             for task in self._running():
                 task.judge_again()
         except BaseException:
-            # A waiting call to `close` must not commit an offset without the state that belongs to it.
+            # A waiting `close` call must not commit an offset without the state that belongs to the offset.
             self.give_up()
             raise
         finally:

@@ -1,4 +1,5 @@
-"""Manages a worker's task groups: opens them on assignment, commits at intervals, and closes them on revocation."""
+"""Manages a worker's task groups: opens them on assignment, commits them at intervals, and closes them on revocation.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _LEAST_REST: Final = 0.5
 """The share of the commit interval that is reserved for judging, no matter how long the last commit took."""
 _LONG_BATCH_S: Final = 0.25
 _REST: Final = 0.1
-"""If judging a batch blocks the event loop for more than `_LONG_BATCH_S` seconds, as a slow flow does, the agent then
-rests for this share of that time, during which commits and heartbeats continue.
+"""If judging a batch blocks the event loop for more than `_LONG_BATCH_S` seconds, for example in a slow flow, the agent
+pauses for this share of that time. Commits and heartbeats continue during the pause.
 """
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
@@ -63,7 +64,7 @@ class Membership(Protocol):
     """The consumer group member that reads partitions on behalf of the tasks."""
 
     rebalancing: bool
-    """True during a rebalance, when a partition's new owner may fence the old task before this worker closes that task.
+    """True during a rebalance. A partition's new owner may then fence the old task before this worker closes that task.
     """
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
@@ -81,13 +82,13 @@ class Membership(Protocol):
 
 @dataclass(slots=True)
 class Outage:
-    """Counts how often a task group has been rebuilt since its last commit."""
+    """Counts how often a task group was rebuilt since its last commit."""
 
     tries: int = 0
     since_s: float = 0.0
     """The monotonic time, in seconds, of the first failure since the last commit."""
     answered: bool = False
-    """True if brokers have answered since the last failure, although nothing was committed yet."""
+    """True if brokers have answered since the last failure, even if nothing was committed yet."""
 
     def next_pause_s(self, now_s: float) -> float:
         """Count an attempt to rebuild the task group, and return the pause before this attempt, in seconds."""
@@ -127,7 +128,7 @@ class TaskManager:
         self._waiting: Final[dict[Members, Outage]] = {}
         """The task groups whose last commit got no response."""
         self._recovered: Final = asyncio.Event()
-        """An event that is set when a group's commits succeed again, so that the others do not wait any longer."""
+        """An event that is set when a group's commits succeed again, so that the other groups stop waiting."""
         self._waits: Final = Gathered(self._say_waits)
         self._goes_on: Final = Gathered(self._say_goes_on)
         self._damaged: Final[Counter[TopicPartition]] = Counter()
@@ -136,7 +137,7 @@ class TaskManager:
         self._ended: Final[dict[Place, TaskNumbers]] = {}
         """Maps each sub-topology, topic, and partition to the total counters of its closed tasks."""
         self._closing: Final[list[TaskGroup]] = []
-        """The task groups that are being closed, whose counters may still grow by a last commit."""
+        """The task groups that are being closed. A last commit may still increase their counters."""
         self.opened: Final = asyncio.Event()
         """An event that is set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
@@ -163,8 +164,8 @@ class TaskManager:
     async def assign(self, feeding: Iterable[TopicPartition]) -> None:
         """Close the task groups of partitions outside ``feeding``, and start those of ``feeding`` that are not open.
 
-        A task group that is open and stays assigned continues. A group that was fenced is no longer open, so it is
-        started again. The closed groups do not commit again, because their new owners may have fenced them by now.
+        An open task group that stays assigned continues. A fenced group is no longer open, so it is started again. The
+        groups that are closed do not commit again, because their new owners may already have fenced them.
         """
         wanted = self._factory.grouped(feeding)
         await self._close(self._groups.keys() - set(wanted), drain=False)
@@ -183,8 +184,8 @@ class TaskManager:
         async for batch in batches:
             blocked_s = await self.process(batch)
             # Judging never yields to the event loop. Without this line, a commit in flight would wait for the whole
-            # queue. After a long batch, one turn of the loop is not enough, because a commit takes many turns, and each
-            # of them would wait for another long batch.
+            # queue. After a long batch, one turn of the loop is not enough, because a commit takes many turns, and
+            # another long batch would delay each turn.
             await asyncio.sleep(_REST * blocked_s if blocked_s > _LONG_BATCH_S else 0)
 
     async def process(self, batch: FeedBatch) -> float:
@@ -198,7 +199,7 @@ class TaskManager:
         try:
             return await self._process(task, batch)
         except StateIncompatible as error:
-            self.fail(error)  # the error is not raised, because Faust would log a traceback before its message
+            self.fail(error)  # if the error were raised, Faust would log a traceback before the error's message
         except Exception as error:
             self.fail(error)
             raise
@@ -228,7 +229,9 @@ class TaskManager:
             self.fail(error)
 
     async def _run_or_give_back(self, members: Members) -> None:
-        """Run a task group. If it was fenced or its state is damaged, discard it and rejoin the consumer group."""
+        """Run a task group. If the group is fenced or its state is damaged, discard the group and rejoin the consumer
+        group.
+        """
         try:
             await self._run_again_and_again(members)
         except TaskMigrated as error:
@@ -263,7 +266,7 @@ class TaskManager:
             await asyncio.wait(loops, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await ended(loops)
-            # The errors are retrieved even if this loop is canceled, because asyncio logs errors that nobody retrieves.
+            # The errors are retrieved even if this loop is canceled; otherwise, asyncio would log them.
             errors = [error for loop in loops if not loop.cancelled() and (error := loop.exception()) is not None]
         if errors:
             raise errors[0]
@@ -295,7 +298,7 @@ class TaskManager:
             task.numbers.continue_from(group.tasks[feeding].numbers)
 
     async def _pause(self, most_s: float) -> None:
-        """Wait until another group's commits succeed again after an outage, or for ``most_s`` seconds."""
+        """Wait until another group's commits succeed after an outage, but at most ``most_s`` seconds."""
         self._recovered.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._recovered.wait(), most_s)
@@ -320,7 +323,9 @@ class TaskManager:
             self._lives[task.feeding] = self._member().begin(task.feeding, task.position)
 
     async def _heal(self, members: Members, error: TaskCorrupted) -> None:
-        """Delete damaged local state, and rejoin the consumer group to restore it. Repeated damage stops the worker."""
+        """Delete damaged local state, and rejoin the consumer group to restore the state. Repeated damage stops the
+        worker.
+        """
         group, loop = self._groups[members], self._loops[members]
         await group.close(drain=False)
         if loop is not asyncio.current_task():
@@ -337,7 +342,7 @@ class TaskManager:
             return
         log.warning("%s: %s", task.task_id, error)
         if self._tasks.get(feeding) is not task:
-            return  # the task of the next assignment has opened the directory by now, and finds the damage itself
+            return  # the next assignment's task has already opened the directory, and finds the damage itself
         self._factory.wipe(feeding)
         self._give_back(members)
 
@@ -363,7 +368,7 @@ class TaskManager:
         return self._loops.get(members) is asyncio.current_task()
 
     def _give_back(self, members: Members) -> None:
-        """Forget a closed task group, and ask for a new assignment, which opens the task group again."""
+        """Forget a closed task group, and ask for a new assignment, which reopens the group."""
         group, _ = self._forget(members)
         self._keep_counters(group)
         self._member().rejoin()
@@ -390,8 +395,8 @@ class TaskManager:
                 self._recovered.set()
 
     def _interval_s(self) -> float:
-        """Return the commit interval in seconds. The interval grows with the number of busy groups, so that time is
-        left for judging.
+        """Return the commit interval in seconds. The interval grows with the number of busy groups, to leave time for
+        judging.
         """
         busy = sum(1 for group in self._groups.values() if group.dirty.is_set())
         return max(self._commit_interval_s, min(_GROUP_INTERVAL_S * busy, _LONGEST_INTERVAL_S))

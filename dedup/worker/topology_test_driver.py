@@ -1,8 +1,9 @@
-"""Defines `TopologyTestDriver`, which lets users test a topology file without a broker, as in Kafka Streams (KIP-247).
+"""Defines `TopologyTestDriver`, which tests a topology file without a broker, like its namesake in Kafka Streams
+(KIP-247).
 
 The driver runs the same tasks, task groups, and transactions as a worker, but with an in-memory cluster and stores.
-Only the code that passes records to the tasks differs from a worker's: each call of `feed` returns after its records
-are judged and committed.
+Only the code that passes records to the tasks differs from a worker's: each call of `feed` returns after the fed
+records are judged and committed.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class OutputRecord:
         return json.loads(self.value or b"null")
 
     def header(self, name: str) -> bytes | None:
-        """Return the value of the last header with this name, or None if there is none."""
+        """Return the value of the last header with this name, or None if no header has the name."""
         return next((value for own, value in reversed(self.headers) if own == name), None)
 
 
 class DriverClock(SteadyClock):
-    """A clock that stands still unless the driver advances it."""
+    """A clock that moves only when the driver advances it."""
 
     def __init__(self, time_ms: int) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class TopologyTestDriver:
     ) -> None:
         """Start the tasks of the topology with empty state.
 
-        ``partitions`` is the partition count of each source topic, or a mapping from source topics to counts. ``now``
+        ``partitions`` is the partition count of every source topic, or a mapping from source topics to counts. ``now``
         is the time at which the driver's clock starts; the default is the machine's time. ``schemas`` replaces the
         schema registry: it maps each schema's ID, or its GUID as a string, to the schema's text.
         """
@@ -181,8 +182,8 @@ class TopologyTestDriver:
     def idle(self, partition: int = 0, *, topic: str | None = None) -> None:
         """Mark a source partition as idle, as a worker does after `idle_after` without records.
 
-        Until its next record, an idle partition does not hold stream time back. Raises ValueError for a topology that
-        reads its source directly, because each partition then has its own stream time.
+        Until it gets another record, an idle partition does not hold stream time back. Raises ValueError for a topology
+        that reads its source directly, because each partition then has its own stream time.
         """
         if self.topology.direct:
             raise ValueError(f"{self.topology.name} has no repartition topic, so no partition holds another one back")
@@ -215,7 +216,7 @@ class TopologyTestDriver:
         return found
 
     def read(self, topic: str) -> list[OutputRecord]:
-        """Return the records that a topic has received since the last call, in the order they were written.
+        """Return the records that a topic has received since the last call, in the order in which they were written.
 
         Raises ValueError if the topology does not write to the topic.
         """
@@ -252,7 +253,7 @@ class TopologyTestDriver:
         return self._read_role("conflicts", self.topology.conflicts_go_to)
 
     def read_dead_letters(self) -> list[OutputRecord]:
-        """Return the dead letters, whose header `dedup-reason` says what is wrong with them; see `read`."""
+        """Return the dead letters; see `read`. The header `dedup-reason` of each dead letter contains the reason."""
         return self.read(self.topology.dead_letter)
 
     def _read_role(self, role: str, topic: str | None) -> list[OutputRecord]:
@@ -294,7 +295,7 @@ class TopologyTestDriver:
                 await group.open()
                 for task in group.tasks.values():
                     await task.start()
-                await group.commit()  # commits the position to start from, unless it is the earliest offset
+                await group.commit()  # commits the starting position, unless it is the earliest offset
 
     async def _close_groups(self) -> None:
         for group in self._groups.values():
@@ -325,7 +326,7 @@ class TopologyTestDriver:
 
 def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, wire: MemoryWire) -> TaskFactory:
     """Create the topics as a worker does, and return a task factory that keeps state in memory."""
-    settings = Settings(brokers=(_BROKER,), session_timeout="30m")  # time for a debugger inside a flow
+    settings = Settings(brokers=(_BROKER,), session_timeout="30m")  # leaves time to debug a flow
     configs = _LIMIT | ({"message.timestamp.type": "LogAppendTime"} if topology.by_arrival else {})
     sources = {name: Topic(name, f"{at:032x}", counts[name], configs) for at, name in enumerate(topology.source.topics)}
     wanted = enumerate(missing_topics(topology, settings, sources), len(sources))

@@ -40,7 +40,7 @@ class OldRecords:
     warned: bool = field(init=False, default=False)
 
     async def delete(self, wire: KafkaWire, check: TopicCheck, wanted: Mapping[TopicPartition, int]) -> None:
-        """Delete each partition's records below the offset given for it, unless they have been deleted before.
+        """Delete the records below the given offset of each partition, unless they were deleted before.
 
         Raises StateIncompatible if a topic was recreated, and BrokerUnavailable or CommitUnknown if brokers refuse or
         do not respond.
@@ -57,14 +57,14 @@ class OldRecords:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def warn(self, error: Exception) -> None:
-        """Log the first failure. It costs only disk space on the broker, and the next round tries again."""
+        """Log the first failure. A failure costs only disk space on the broker, and the next round tries again."""
         if not self.warned:
             log.warning("old records were not deleted: %s", error, extra=ASIDE)
             self.warned = True
 
 
 async def old_below(wire: KafkaWire, repartitioned: TopicPartition, committed: int, now_ms: int) -> int:
-    """Return the offset of a repartition topic's partition below which records are committed and old; see `KEEP_MS`.
+    """Return the offset below which all records of a repartition partition are committed and old; see `KEEP_MS`.
 
     Raises NoAnswer if the partition has no leader.
     """

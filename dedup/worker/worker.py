@@ -44,7 +44,7 @@ from dedup.worker.upkeep import MAINTENANCE_EVERY_S, OldRecords, old_below, refu
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.25
-"""The pause, in seconds, between two checks of other workers' partitions."""
+"""The pause, in seconds, between checks of other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
@@ -73,9 +73,8 @@ class _Checked:
 class Loop(uvloop.Loop):
     """A uvloop event loop whose closed connections raise OSError on a write.
 
-    Unlike asyncio's own loop, uvloop raises RuntimeError for a write on a connection that the peer has reset. When a
-    write fails, the client library aiokafka handles only OSError, so uvloop's RuntimeError would crash the worker with
-    a traceback.
+    Unlike asyncio's own loop, uvloop raises RuntimeError for a write on a connection that the peer has reset. The
+    client library aiokafka handles only OSError when a write fails, so uvloop's RuntimeError would crash the worker.
     """
 
     async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop defines this signature
@@ -85,11 +84,11 @@ class Loop(uvloop.Loop):
 
 
 def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's configured ID or, without one, an ID that is generated once and kept in the state directory.
+    """Return the worker's configured ID. Without a configured ID, generate one, and keep it in the state directory.
 
-    The ID makes the worker a static member of the group (KIP-345), so a worker that was killed gets its partitions back
-    immediately when it restarts. If the kept ID is damaged, it is replaced, because two workers that share an ID would
-    replace each other.
+    The ID makes the worker a static member of the group (KIP-345), so a killed worker gets its partitions back
+    immediately after a restart. A damaged ID is replaced, because two workers that share an ID would replace each
+    other.
     """
     if settings.worker_id is not None:
         return settings.worker_id
@@ -147,8 +146,8 @@ class IdleFeeds:
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed as idle after `idle_after_ms` without lag. A marked feed is marked again only after it has
-        received another record.
+        """Mark each feed as idle after `idle_after_ms` without lag. A feed is marked again only after it has received
+        another record.
         """
         for feeding in self.quiet.keys() - tasks.keys():
             del self.quiet[feeding]
@@ -177,7 +176,8 @@ class Finish:
 
     app: DedupApp
     ends: dict[TopicPartition, int]
-    """Maps each source partition to its end at the start, and later each partition of the repartition topic to its end.
+    """Maps each source partition to its end at the start. Later, the partitions of the repartition topic and their ends
+    are added.
     """
     repartitioned: bool = False
     """True if the ends of the repartition topic's partitions are known."""
@@ -196,8 +196,8 @@ class Finish:
         while await self._done():
             if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
-            # The repartition topic has its final end now. The ends of source partitions are still checked, because a
-            # rebalance may assign source partitions to this worker.
+            # The ends of the repartition topic are now final. The ends of source partitions are still checked, because
+            # a rebalance may assign source partitions to this worker.
             (topic,) = self.app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
             self.ends |= await ends_of(self.app.wire, hop)
@@ -283,13 +283,13 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     )
     for name, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-        # With `CrashingSupervisor`, an agent that fails crashes the app instead of skipping the batch.
+        # With `CrashingSupervisor`, a failed agent crashes the app instead of skipping the batch.
         app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
     return app
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
-    """Return whether a group has committed every record below an offset, ignoring markers and aborted records."""
+    """Return whether a group has committed all records below an offset. Markers and aborted records do not count."""
     bounds = await bounds_of(wire, place)
     committed = await committed_offset(wire, group, place, stable=False)
     position = max(committed or 0, bounds.start)
@@ -319,7 +319,7 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 class Maintenance:
     """Deletes records that are no longer needed for a restore, and enforces the limit on the state's size.
 
-    `run` repeats both until it is canceled. `OldRecords` says why the deletion is safe.
+    `OldRecords` explains why the deletion is safe.
     """
 
     app: DedupApp
@@ -327,10 +327,12 @@ class Maintenance:
     clock: SteadyClock
     old: OldRecords = field(init=False, default_factory=OldRecords)
     truncated: set[TopicPartition] = field(init=False, default_factory=set)
-    """The changelog partitions that somebody else has truncated; each one is logged only once."""
+    """The changelog partitions that somebody else has truncated. Each partition is logged only once."""
 
     async def run(self) -> None:
-        """Do the periodic work until canceled. If a partition's state is too large, stop the worker with an error."""
+        """Repeat `delete` and `refuse_too_large` until canceled. If a partition's state is too large, stop the worker
+        with an error.
+        """
         while True:
             await asyncio.sleep(MAINTENANCE_EVERY_S)
             try:
@@ -367,7 +369,7 @@ class Maintenance:
         await self.old.delete(self.app.wire, self.app.factory.check, wanted)
 
     async def _unneeded(self, feeding: TopicPartition, task: Task, dedup_task: DedupTask) -> dict[TopicPartition, int]:
-        """Map each partition that only this task reads to the offset below which no record is needed."""
+        """Map each partition that only this task reads to the offset below which its records are not needed."""
         changelog = dedup_task.plan.changelog
         wanted = {changelog: dedup_task.truncate_below or 0}
         self._log_if_truncated(dedup_task, (await self.app.wire.bounds(changelog)).start)
@@ -377,7 +379,8 @@ class Maintenance:
         return wanted
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
+        """Log an error once if the changelog lacks records that live segments need. dedup never deletes such records.
+        """
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
@@ -415,7 +418,9 @@ async def background_loops(app: DedupApp, topology: Topology, introspection: Int
 
 
 async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
-    """Log an error when dead letters reach 95% of the last minute's records, and a warning when this is over."""
+    """Log an error when dead letters reach 95% of the last minute's records, and a warning when their share falls
+    again.
+    """
     share = DeadShare()
     share.look((), clock.now_ms())
     while True:
@@ -489,7 +494,8 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
 
-        # Until the member of the group is connected, there is nothing to commit, and a signal ends the worker at once.
+        # Before the group member is connected, a signal ends the worker immediately, because nothing needs to be
+        # committed.
         app.on_connected = stop_by_signal
         introspection = Introspection(app, topology)
         # The worker announces its pages to the group when it joins, so the pages are created first.
@@ -525,7 +531,7 @@ async def _cluster(
         layout = await refuse_other_layout(wire, topology, cluster)
         cluster = replace(cluster, begun_with=layout.counts)
         if not topology.direct:
-            # Repartition tasks have no state that names the rule by which they choose partitions.
+            # Repartition tasks have no state that records the rule for choosing partitions.
             await refuse_other_rule(topology, cluster, wire)
         return topology, cluster
 
