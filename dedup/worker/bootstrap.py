@@ -134,8 +134,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Open and return a store. If the store came from a checkpoint and is unusable, return an empty store instead.
-        """
+        """Open and return a store. If it came from a checkpoint and is unusable, return an empty store instead."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()

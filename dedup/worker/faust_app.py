@@ -396,8 +396,7 @@ class Consumer(FaustConsumer):
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _resolved(self, found: Iterable[Answer], schemas: SchemaResolver) -> Iterator[Answer]:
-        """Yield the fetch responses whose schemas are known, and hold back the others. Each partition keeps its order.
-        """
+        """Yield the fetch responses whose schemas are known, in order per partition, and hold back the others."""
         for answer in found:
             self._held.setdefault(TP(*answer.source), deque()).append(answer)
         source = self.app.factory.topology.source

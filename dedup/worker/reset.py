@@ -52,8 +52,7 @@ class Doomed:
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the directories of a topology's partitions on this machine, whether a single worker or a fleet wrote them.
-    """
+    """Return the directories of a topology's partitions on this machine, written by one worker or by a fleet."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))

@@ -206,8 +206,7 @@ class TaskWork(abc.ABC):
         return Frozen([], apply)
 
     def idle(self) -> list[RecordBatch]:
-        """Return idle markers, which say that this feed has no new records, or an empty list if no task needs markers.
-        """
+        """Return idle markers, which say that this feed has no new records, or an empty list if none are needed."""
         return []
 
     def discard(self) -> None:
@@ -441,8 +440,7 @@ class Task:
 
     @contextmanager
     def noting_damage(self) -> Iterator[None]:
-        """Set `damage` if the ``with`` block finds the task's store damaged, because a damaged store must be deleted.
-        """
+        """Set `damage` if the ``with`` block finds the task's store damaged. A damaged store must be deleted."""
         try:
             yield
         except TaskCorrupted as damage:

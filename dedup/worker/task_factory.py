@@ -144,8 +144,7 @@ class TaskFactory:
         return self.settings.session_timeout_ms / 1000 * FLOW_SHARE
 
     def wanted(self, partition: int) -> WantedCheckpoint:
-        """Return the values that a checkpoint must match, including the identity that the partition's store must have.
-        """
+        """Return the values that a checkpoint must match, such as the identity of the partition's store."""
         changelog = self.topology.changelog_topic
         identity = StoreIdentity(self.topology.name, partition, self.cluster.topics[changelog].topic_id)
         return WantedCheckpoint(

@@ -1,5 +1,4 @@
-"""Manages a worker's task groups: opens them on assignment, commits them at intervals, and closes them on revocation.
-"""
+"""Manages a worker's task groups, which open on assignment, commit at intervals, and close on revocation."""
 
 from __future__ import annotations
 

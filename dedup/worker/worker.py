@@ -190,7 +190,7 @@ class Finish:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
         except TimeoutError:
-            return False  # a leader or coordinator is unavailable, so the caller checks for signals and polls again
+            return False  # a leader or coordinator is unavailable; the caller checks for signals and tries again
 
     async def _reached(self) -> bool:
         while await self._done():
@@ -379,8 +379,7 @@ class Maintenance:
         return wanted
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error once if the changelog lacks records that live segments need. dedup never deletes such records.
-        """
+        """Log an error once if the changelog lacks records that live segments need, which dedup never deletes."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
