@@ -83,7 +83,7 @@ class Rights:
         return advertised(self._client.cluster)
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Map each broker's address to the requests for which dedup and the broker share no API version."""
+        """Map each broker's address to the requests whose API versions dedup and the broker do not share."""
         found = {}
         for broker in self._client.cluster.brokers():
             try:
@@ -93,7 +93,7 @@ class Rights:
         return found
 
     async def transaction_version(self) -> int:
-        """Return the cluster's finalized `transaction.version`, or 0 if it has none."""
+        """Return the cluster's finalized `transaction.version`, or 0 if the cluster has none."""
         return transaction_version_in(await self._ask(self._client.get_random_node(), API_VERSIONS))
 
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
@@ -122,7 +122,7 @@ class Rights:
         return _operations(0 if code == _REFUSED_GROUP else operations)
 
     async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
-        """Send `InitProducerId`, which fences any producer with this transactional ID, and return the error code."""
+        """Send `InitProducerId`, which fences every producer with this transactional ID, and return the error code."""
         node = await self._coordinator(CoordinationType.TRANSACTION, name)
         if node is None:
             return REFUSED_ID

@@ -81,8 +81,8 @@ _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""The name of the connection that only restores use, so that other requests do not wait behind them: a broker processes
-the requests of a connection one at a time.
+"""The name of the connection that only restores use. A broker processes a connection's requests one at a time, so other
+requests would have to wait for those of a restore.
 """
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
@@ -90,7 +90,7 @@ _METADATA_WITHIN_S: Final = 2.0
 _ABSENT_FOR_S: Final = 20.0
 """A topic counts as deleted once all responses of this many seconds lack the topic."""
 _ABSENT_AGAIN_S: Final = 15.0
-"""If the previous response is older than this, the time begins anew. A request to a frozen broker takes 10 s."""
+"""If more seconds pass between two responses, the time starts again. A request to a frozen broker takes 10 s."""
 _PARTS: Final = 10
 """The number of parts in which `answered_within` waits."""
 _CLOSE_WITHIN_S: Final = 1.0
@@ -103,7 +103,7 @@ T = TypeVar("T")
 
 
 class _Prepared:
-    """Stands in for aiokafka's `Request` class, which would choose the version itself and ignore the request's own."""
+    """Replaces aiokafka's `Request` class, which would ignore the request's version and choose one itself."""
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._request: Final = request
@@ -164,7 +164,7 @@ class KafkaWire:
         self.connection: Final = connection
         self._client: AIOKafkaClient
         self._failed: set[object] = set()
-        """The nodes that the client could not connect to since `until_refused` last looked."""
+        """The nodes to which the client could not connect since the last check by `until_refused`."""
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topic_ids: dict[str, str] = {}
         """Maps the name of each pinned topic to its ID."""
@@ -194,7 +194,7 @@ class KafkaWire:
         await self._client.close()
 
     async def until_refused(self) -> NoReturn:
-        """Raise BrokerUnavailable once all brokers refuse this process for good; see `connection.until_refused`."""
+        """Raise BrokerUnavailable once all brokers permanently refuse this process; see `connection.until_refused`."""
         await until_refused(self.connection, self._client, self._failed)
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
@@ -356,7 +356,7 @@ class KafkaWire:
         try:
             return await answered_within(asked, _METADATA_WITHIN_S)
         except TimeoutError as error:
-            # The next request must not wait on the same connection, which a firewall may have dropped without a word.
+            # The next request must not use the same connection, because a firewall may have dropped it silently.
             silent = self._client._conns.get((node, _METADATA_LANE))  # noqa: SLF001  # aiokafka has no public API for this
             if silent is not None:
                 silent.close(reason=CloseReason.CONNECTION_TIMEOUT)
@@ -379,7 +379,7 @@ class KafkaWire:
         return True
 
     async def stable_end(self, source: TopicPartition) -> int:
-        """Return a partition's last stable offset, below which every transaction has ended. May raise NoAnswer."""
+        """Return a partition's last stable offset, before which all transactions have ended. May raise NoAnswer."""
         return await self._list_offset(source, _LATEST, READ_COMMITTED)
 
     async def _list_offset(self, source: TopicPartition, timestamp: int, isolation: int = READ_UNCOMMITTED) -> int:
@@ -437,14 +437,14 @@ class KafkaWire:
     ) -> tuple[int, list[FetchedPartition]]:
         """Fetch committed records from one broker. The broker fills its response in the order of ``wanted``.
 
-        Returns the top-level error code and the partitions of the response. Raises NoAnswer if there is no response.
+        Returns the response's top-level error code and partitions. Raises NoAnswer if the broker does not respond.
         """
         rows: list[tuple[bytes, list[Any]]] = grouped(
             (bytes.fromhex(topic_id), (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
             for topic_id, partition, position, leader_epoch, most in wanted
         )
         topics: list[Any] = [(*row, {}) for row in rows]
-        sizes = (CONSUMER, wait_ms, 1, most_bytes)  # respond as soon as there is at least one byte
+        sizes = (CONSUMER, wait_ms, 1, most_bytes)  # respond as soon as at least one byte is available
         request = FetchRequest_v13(*sizes, READ_COMMITTED, NO_SESSION, NO_EPOCH, topics, [], "", {})
         answer = await self.send(node, request, lane)
         return answer.error_code, [
@@ -495,7 +495,7 @@ class KafkaWire:
     async def _refuse_absent(self, topic: str) -> None:
         """Raise StateIncompatible if a pinned topic has been missing from all responses of `_ABSENT_FOR_S` seconds.
 
-        A single response proves nothing, because a broker that is starting may not know the topic yet.
+        A single response is not enough, because a starting broker may not know the topic yet.
         """
         if topic not in self._topic_ids:
             return
@@ -586,12 +586,12 @@ def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # n
 
 
 async def answered_within(answer: asyncio.Future[T], within_s: float, paused: Callable[[], bool] = lambda: False) -> T:
-    """Return a response, or stop waiting for it and raise TimeoutError after ``within_s`` seconds.
+    """Return a response. If it does not arrive within ``within_s`` seconds, stop waiting and raise TimeoutError.
 
-    While a flow or an ID function blocks the event loop, no response is read, and a timer that became due in the
-    meantime would fire before the responses that have arrived are read. Therefore, `answered_within` divides the wait
-    into several parts, and counts each part once, however late it ends. If ``paused`` returns True at the end of a
-    part, this part is not counted.
+    While a flow or an ID function blocks the event loop, the loop reads no responses. Afterward, a timer that is due
+    would fire before the loop reads the responses that have arrived. Therefore, `answered_within` divides the wait into
+    several parts, and counts each part once, no matter how late the part ends. If ``paused`` returns True at the end of
+    a part, this part is not counted.
     """
     try:
         parts = _PARTS
@@ -603,22 +603,22 @@ async def answered_within(answer: asyncio.Future[T], within_s: float, paused: Ca
         raise TimeoutError
     finally:
         if not answer.cancel() and not answer.cancelled():
-            answer.exception()  # asyncio logs errors that nobody retrieves
+            answer.exception()  # otherwise, asyncio would log the error
 
 
 _send: Final = AIOKafkaConnection.send
 _send_only: Final = types.FunctionType(
     _send.__code__, {**_send.__globals__, "wait_for": lambda answer, _: answer}, argdefs=_send.__defaults__
 )
-"""aiokafka's own method, except that it returns a future of the response, which has no time limit."""
+"""aiokafka's own method, except that the returned future of the response has no time limit."""
 
 
 class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped base
-    """aiokafka's connection, except that it waits for responses with `answered_within`, heeds quotas, and closes soon
-    even if the broker reads nothing.
+    """aiokafka's connection with three changes: it waits for responses with `answered_within`, heeds quotas, and closes
+    soon even if the broker reads nothing.
 
-    A broker whose quota a client exceeds responds at once, but then reads nothing from the connection for the time that
-    the response names (KIP-219). Requests that wait for that reason do not count as unanswered.
+    If a client exceeds its quota, the broker responds immediately, but then reads nothing from the connection for the
+    time that the response names (KIP-219). Requests that wait during this time do not count as unanswered.
     """
 
     _muted_until_s = 0.0
@@ -628,7 +628,7 @@ class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped b
         return self._answered(sent) if expect_response else sent
 
     def close(self, reason: CloseReason | None = None, exc: Exception | None = None) -> Any:  # noqa: ANN401  # aiokafka's
-        """Close the connection. Bytes that the broker does not read soon are dropped, so that a stop does not wait."""
+        """Close the connection. Bytes that the broker does not read soon are dropped, so they do not delay a stop."""
         writer = self._writer
         closed = super().close(reason, exc)
         if writer is not None:
@@ -648,11 +648,11 @@ class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped b
 def back_off(client: AIOKafkaClient) -> set[object]:
     """Make a client pause between attempts to connect to an unreachable node, as Kafka's own clients do (KIP-144).
 
-    Returns a set to which the client adds each node that it could not connect to. The caller may empty the set.
+    Returns a set to which the client adds each node to which it could not connect. The caller may empty the set.
 
-    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
-    the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
-    tries to connect again.
+    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable without an attempt.
+    Without the pause, aiokafka would retry constantly: after each failed attempt, it requests new metadata, for which
+    it tries to connect again.
     """
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}
@@ -666,7 +666,7 @@ def back_off(client: AIOKafkaClient) -> set[object]:
             pause_s, until_s = known
             if clock_s() < until_s:
                 return None
-            # Of all requests that find the pause at its end, only this one makes the next attempt.
+            # Of all requests that arrive after the pause, only this one makes the next attempt.
             known = waits[node_id] = pause_s, clock_s() + pause_s
         made: AIOKafkaConnection | None = await connect(node_id, **options)
         if made is not None:

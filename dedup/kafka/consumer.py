@@ -1,7 +1,7 @@
 """Fetches the records of the partitions that feed a worker's tasks, and detects changes to their topics.
 
 One fetch per broker is in flight while the worker judges the records of the previous fetch. This module replaces
-aiokafka's fetcher, which creates an object for every record and spends a quarter of the event loop's time on it.
+aiokafka's fetcher, which takes a quarter of the event loop's time because it creates an object for every record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LEAST_GAP_S: Final = 0.01
 """The minimum pause between two requests for metadata. Tasks that commit during the pause share the next request."""
 PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
-"""A check fails after this many attempts without a response (about 20 s), and the transaction is then abandoned."""
+"""A check fails after this many attempts without a response (about 20 s), and the worker then abandons the transaction.
+"""
 _MOST_ABSENT: Final = 20
 """A topic counts as deleted once this many responses lack the topic. A starting broker may not know the topic yet."""
 _PARTITION_BYTES: Final = 1 << 20
@@ -36,7 +37,7 @@ _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""A position counts as missing from the log once this many consecutive responses have said so."""
+"""A position counts as missing from the log after this many consecutive responses report that it is missing."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
 """After a response with fewer bytes of records, the fetcher pauses, because small batches are inefficient."""
@@ -54,11 +55,11 @@ _AFTER_DELETION: Final = "`dedup reset --to earliest` accepts the loss."
 class TopicCheck:
     """Checks that topics have not been deleted, recreated, or given more partitions since the process started.
 
-    A worker fetches by topic ID, so it never reads records of a recreated topic. If partitions are added to a topic,
-    producers may write further records with an ID to a different partition, whose task has not seen that ID. After the
-    last fetch of a transaction and before the commit, every task confirms that the topics are unchanged. Tasks that
-    commit at the same time share one metadata request. The check asks only one broker, so it may miss partitions that
-    have just been added.
+    A worker fetches by topic ID, so it never reads records of a recreated topic. After partitions are added to a topic,
+    producers may write an ID's further records to another partition, whose task has not seen the ID. After the last
+    fetch of a transaction and before the commit, every task confirms that the topics are unchanged. Tasks that commit
+    at the same time share one metadata request. The check asks only one broker, so it may miss partitions that have
+    just been added.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class TopicCheck:
     ) -> None:
         """Only topics in ``may_grow`` may gain partitions.
 
-        Error messages about new partitions in other topics end with ``after_growth``, and those about deleted or
-        recreated topics with ``remedy``.
+        Error messages about new partitions in other topics end with ``after_growth``. Error messages about deleted or
+        recreated topics end with ``remedy``.
         """
         self._wire: Final = wire
         self._expected: Final = dict(expected)
@@ -84,7 +85,7 @@ class TopicCheck:
         """The topic names in the order in which they are always requested, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """A check that has not been sent yet, so its response will be newer than every call that waits for it."""
+        """A check that has not been sent yet. Its response will be newer than every call that waits for the check."""
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
@@ -124,9 +125,9 @@ class TopicCheck:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
-            # If no caller is waiting for this exception, it need not be reported: the next request raises it again.
+            # If no caller is waiting for the exception, it is not reported, because the next request raises it again.
             self._next.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-        # The request is shielded, so that a caller that stops waiting does not cancel it for the other callers.
+        # The request is shielded, because a caller that stops waiting must not cancel the request of the other callers.
         await asyncio.shield(self._next)
 
     async def _ask_after(self, before: asyncio.Task[None] | None) -> None:
@@ -208,11 +209,11 @@ class Reading:
     life: int
     """The number that identifies this reading of the partition."""
     over: bool = False
-    """True if this reading has ended. Records that were fetched by an ended reading must not be judged."""
+    """True if this reading has ended. Records from an ended reading must not be judged."""
     doubts: int = 0
-    """Number of consecutive responses that have reported the position as missing from the log."""
+    """The number of consecutive responses that report the position as missing from the log."""
     caught_up_ms: int = 0
-    """The last time at which no record after the position was readable, or 0 if no such time is known."""
+    """The latest known time at which no record after the position was readable, or 0 if no such time is known."""
 
 
 class Answer(NamedTuple):
@@ -222,7 +223,7 @@ class Answer(NamedTuple):
     columns: Columns
     """The committed records, or no records if the response contained only markers and aborted records."""
     begun: int
-    """The requested offset, which is where the previous response ended."""
+    """The requested offset, at which the previous response ended."""
     next_offset: int
     """The offset after the records and after any markers and aborted records that follow them."""
     reading: Reading
@@ -246,27 +247,27 @@ class FeedFetcher:
         after_truncation: str = _AFTER_TRUNCATION,
         after_deletion: str = _AFTER_DELETION,
     ) -> None:
-        """Error messages about a log that was truncated end with ``after_truncation``, and those about a position that
-        retention has deleted with ``after_deletion``.
+        """Error messages about a truncated log end with ``after_truncation``. Error messages about a position that
+        retention has deleted end with ``after_deletion``.
         """
         self._wire: Final = wire
         self._after_truncation: Final = after_truncation
         self._after_deletion: Final = after_deletion
         self._check: Final = check
-        """Tells whether a topic that is unknown to a broker was deleted or recreated."""
+        """Finds out whether a topic that a broker does not know was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
-        """Maximum time that a broker may wait for the first record before it responds."""
+        """The maximum time that a broker may wait for the first record before the broker responds."""
         self._gather_ms: Final = gather_ms
-        """Time between a small response with records and the next request, so that more records can arrive."""
+        """The pause between a small response with records and the next request, so that more records can arrive."""
         self._flowing: Final[set[int]] = set()
-        """The node IDs of the brokers whose last response contained records, but less than `_FLOW_BYTES`."""
+        """The node IDs of the brokers whose last response contained records, but fewer bytes than `_FLOW_BYTES`."""
         self._readings: dict[TopicPartition, Reading] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
         self._looking: asyncio.Task[None] | None = None
         self.life = 0
-        """A number that changes with every `forget`, so that responses to earlier requests are discarded."""
+        """A number that every `forget` changes, so that responses to earlier requests are discarded."""
         self._lives = 0
         self._turns: Final[Counter[int]] = Counter()
         """The number of fetch requests sent to each broker, by node ID."""
@@ -349,7 +350,8 @@ class FeedFetcher:
             sources = [source for source in led if source in self._readings]
             if node not in self._flights and sources:
                 # A broker fills a response in the order of the request, and sends a batch that is larger than
-                # `_PARTITION_BYTES` only as the first one of a response, so the partitions take turns being first.
+                # `_PARTITION_BYTES` only as the first batch of a response. Therefore, the partitions take turns at the
+                # beginning of the request.
                 first = self._turns[node] % len(sources)
                 self._turns[node] += 1
                 sources = sources[first:] + sources[:first]
@@ -366,8 +368,8 @@ class FeedFetcher:
 
     async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
         if node in self._flowing:
-            # If the broker waited for more records instead, it would check every partition of the request for each new
-            # record.
+            # If the broker waited for more records instead, each new record would make it check every partition of the
+            # request.
             await self._wire.pause(self._gather_ms)
             self._flowing.discard(node)
         asked = {
@@ -386,7 +388,7 @@ class FeedFetcher:
         for part in parts:
             source, reading, begun = asked[part.topic_id, part.partition]
             if reading.over or reading.position != begun:
-                continue  # a new reading has begun, or a new leader has responded, in the meantime
+                continue  # in the meantime, a new reading has begun or a new leader has responded
             if part.error_code or (part.parts_at is not None and part.parts_at < begun):
                 failed.append((source, reading, part))
                 continue
@@ -411,7 +413,7 @@ class FeedFetcher:
                 node, wanted, wait_ms=self._wait_ms, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
             )
         except NoAnswer:
-            await self._wire.pause(_AGAIN_PAUSE_MS)  # an unavailable broker refuses thousands of connections a second
+            await self._wire.pause(_AGAIN_PAUSE_MS)  # without a pause, thousands of refused connections per second
             raise
         if code:
             await self._wire.pause(_AGAIN_PAUSE_MS)
@@ -425,7 +427,8 @@ class FeedFetcher:
         if part.parts_at is not None or code == _OUT_OF_RANGE:
             reading.doubts += 1
             if reading.doubts < MOST_DOUBTS and not self._wire.one_broker:
-                # A broker that was frozen may still assume that it is the leader, so its successor is also asked.
+                # After a freeze, a broker may still assume that it is the leader, so the next request goes to its
+                # successor, if any.
                 await self._wire.refresh()
                 await self._wire.pause(_AGAIN_PAUSE_MS)
                 return

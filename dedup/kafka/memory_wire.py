@@ -1,4 +1,4 @@
-"""Implements `Wire` as an in-memory cluster with version 2 transactions (KIP-890), for `TopologyTestDriver`.
+"""Implements `Wire` for `TopologyTestDriver` as an in-memory cluster with transactions of version 2 (KIP-890).
 
 Every request gets its response immediately, so no client ever sees a transaction that is still ending. As on a broker,
 logs contain record batches as bytes, each transaction marker takes up an offset, and a topic may replace the producer's
@@ -60,7 +60,7 @@ class _Stored(NamedTuple):
     base_offset: int
     next_offset: int
     order: int
-    """The number of batches that all logs received before this one."""
+    """The total number of batches that all logs received before this batch."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,9 @@ class _Coordinated:
     places: set[TopicPartition] = field(default_factory=set)
     offsets: dict[tuple[str, TopicPartition], Position] = field(default_factory=dict)
     ended: tuple[int, bool] | None = None
-    """The last transaction's epoch and whether it was committed, or None after a new transaction or epoch began."""
+    """The last transaction's epoch, and whether the transaction was committed; None once a new transaction or epoch
+    begins.
+    """
 
     @property
     def identity(self) -> ProducerIdentity:
@@ -122,7 +124,7 @@ class MemoryWire:
         self._appended = 0
 
     def create(self, topic: Topic) -> None:
-        """Create an empty topic, and replace any existing topic of the same name."""
+        """Create an empty topic, which replaces any existing topic of the same name."""
         self._topics[topic.name] = topic
         self._logs.update({place: _Log() for place in topic.places})
 
@@ -137,7 +139,7 @@ class MemoryWire:
         return columns_of(source, b"".join(each.raw for each in found), (), offset)[0]
 
     def read_in_order(self, topic: str, since: int) -> tuple[list[tuple[TopicPartition, Columns]], int]:
-        """Return a topic's committed batches in the order in which they were written, and the next call's ``since``.
+        """Return a topic's committed batches in the order in which they were written, and ``since`` for the next call.
 
         In the first call, ``since`` must be 0. No transaction may be open during a call.
         """

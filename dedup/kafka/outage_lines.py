@@ -1,8 +1,8 @@
-"""Limits the log lines about a broker's outage to one at the beginning, one per minute, and one at the end.
+"""Limits the log lines about a broker's outage to one line at the beginning, one per minute, and one at the end.
 
-Without this limit, the log would contain every failed attempt of aiokafka to reach a node, up to thousands per second,
-but not the first successful attempt. Every command sets up logging with this module, which therefore imports only
-modules that load quickly.
+Without this limit, the log would contain aiokafka's failed attempts to reach a node, up to thousands per second, but
+not the first successful attempt. Every command sets up logging with this module, which therefore imports only modules
+that load quickly.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ log: Final = logging.getLogger(__name__)
 REPEATED_EVERY_S: Final = 60.0
 """The interval, in seconds, at which a continuing outage is logged again."""
 OVER_AFTER_S: Final = 15.0
-"""An outage is over after this time without a failure, which is longer than any client's retry interval."""
+"""An outage is over after this time without a failure. The time is longer than any client's retry interval."""
 AWAY: Final = {"outage": "away"}
 """The argument `extra` of the log messages that dedup repeats while a broker does not respond."""
 ASIDE: Final = {"outage": "aside"}
-"""The argument `extra` of dedup's log messages that are treated like aiokafka's about an unavailable broker."""
+"""The argument `extra` of dedup's log messages that are treated like aiokafka's messages about an unavailable broker.
+"""
 BACK: Final = {"outage": "back"}
-"""The argument `extra` of dedup's log message which says that nothing is waiting for a broker anymore."""
+"""The argument `extra` of dedup's log message that nothing is waiting for a broker anymore."""
 WAITING: Final = {"waiting": True}
-"""The argument `extra` of log messages that a Spark task logs at once, because its records wait for something."""
+"""The argument `extra` of log messages that a Spark task logs immediately, because its records are waiting."""
 FAILURES: Final = (
     "Unable ",
     "Group Coordinator Request failed",
@@ -65,12 +66,12 @@ class OutageLines:
         return self._began_s is not None
 
     def failed(self, logger: str, message: str, now_s: float) -> str | None:
-        """Record a failure, and return the line to log, or None. Each logger's first failure in an outage is logged."""
+        """Note a failure, and return the line to log, or None. Each logger's first failure in an outage is logged."""
         if self._began_s is not None and now_s - self._last_s >= REPEATED_EVERY_S:
-            self._began_s = None  # no event loop was left that could have logged the end
+            self._began_s = None  # no event loop was left to log the end
         if self._began_s is None:
             if logger == _OF_CLIENT and now_s - self._over_s < OVER_AFTER_S:
-                return None  # a late message about an outage that is over
+                return None  # a late message about a past outage
             self._began_s = self._said_s = now_s
             self._unsaid = 0
             self._latest.clear()
@@ -149,7 +150,7 @@ class OutageFilter(logging.Filter):
 
 
 def of_outage(record: logging.LogRecord) -> bool:
-    """Return whether a log record reports that a broker does not respond, or responds again."""
+    """Return whether a log record reports the beginning, the continuation, or the end of a broker's outage."""
     of_client = record.name.startswith(_OF_CLIENT) and str(record.msg).startswith(FAILURES)
     return of_client or getattr(record, "outage", None) is not None
 
@@ -195,9 +196,9 @@ def text_format() -> logging.Formatter:
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to the ``sys.stderr`` of the moment.
+    """Writes to the current ``sys.stderr``.
 
-    While a progress line is on the terminal, Rich replaces ``sys.stderr``, so that other output goes above that line.
+    While a progress line is on the terminal, Rich replaces ``sys.stderr``, so that other output appears above the line.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -217,10 +218,10 @@ def send_to_stderr(formatter: logging.Formatter, level: int) -> None:
 
 @contextmanager
 def logging_paused() -> Iterator[None]:
-    """Inside the ``with`` block, other threads wait before they write a log line.
+    """Make other threads wait before they write a log line in the ``with`` block.
 
-    Rich decides where a text belongs on the screen before it writes the text. If another thread writes meanwhile, two
-    texts share a line.
+    Rich chooses the position of a text on the screen before it writes the text. If another thread writes in the
+    meantime, both texts appear on the same line.
     """
     with ExitStack() as held:
         for handler in logging.getLogger().handlers:

@@ -1,7 +1,7 @@
 """Lists the producer epochs of a partition's committed batches, to verify that no fenced producer wrote them.
 
-Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). A batch
-with an older epoch that follows a batch with a newer epoch was written by a zombie.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). If a batch
+with an older epoch follows a batch with a newer epoch, a zombie wrote it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Epochs:
 
     batches: int
     count: int
-    """The number of different epochs of the batches: one per owner or, with KIP-890, one per transaction."""
+    """The number of different epochs: one per owner or, with KIP-890, one per transaction."""
     behind: tuple[int, ...]
     """Base offsets of batches that follow a batch with a newer epoch."""
 
@@ -57,7 +57,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
         number += 1
         owners.add((batch.producer_id, batch.epoch))
         if batch.producer_id != current:
-            # The old producer ID has used up its epochs or has expired. The broker never reuses it.
+            # The old producer ID has used up its epochs or has expired. The broker never reuses the ID.
             left.add(current)
             current = batch.producer_id
         if batch.producer_id in left or batch.epoch < newest.get(batch.producer_id, -1):

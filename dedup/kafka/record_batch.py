@@ -1,4 +1,4 @@
-"""Builds record batches in the broker's format (message format v2, KIP-98), and reads record batches as columns.
+"""Encodes record batches in the broker's format (message format v2, KIP-98), and decodes record batches into columns.
 
 `records_of` decodes batches with header names that are not UTF-8, which brokers accept but aiokafka's decoder rejects.
 """
@@ -36,15 +36,15 @@ SEQUENCES: Final = 1 << 31
 NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
 GC_THRESHOLD: Final = 100_000
-"""Number of allocations between two collections of the youngest generation (`gc.set_threshold`). A process that reads
+"""The number of allocations between collections of the youngest generation (`gc.set_threshold`). A process that reads
 many batches sets this high threshold, because batches create many objects but no reference cycles.
 """
 OWN_ROW: Final = -1
-"""Stands in for the feeding offset of a record that dedup creates without an input record."""
+"""The value that replaces the feeding offset of a record that dedup creates without an input record."""
 _BITS: Final = 7
 """The number of payload bits in each byte of a varint."""
 _WIDER_FROM: Final = (0, 1 << 6, 1 << 13, 1 << 20)
-"""The smallest numbers that need one, two, three, and four bytes as a varint, which uses one bit for the sign."""
+"""The smallest numbers that need one, two, three, and four bytes as a varint. A varint uses one bit for the sign."""
 _MOST: Final = _WIDER_FROM[-1]
 
 Header = tuple[str, bytes | None]
@@ -71,9 +71,11 @@ class Limit:
     """A topic's batch size limit and compression, taken from the topic's configs."""
 
     batch_bytes: int
-    """Maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
+    """The maximum size of a record batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
-    """Compression of stored batches (`compression.type`), where `producer` means that a batch is stored as sent."""
+    """The compression of stored batches (`compression.type`). The value `producer` means that batches are stored as
+    sent.
+    """
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
@@ -125,8 +127,8 @@ def seal(
 ) -> dict[TopicPartition, bytes]:
     """Return the bytes to send for batches of different partitions, and advance each partition's next sequence number.
 
-    ``sequences`` contains each partition's next sequence number, but has no entry for a partition to which no batch of
-    the producer epoch has been sent yet.
+    ``sequences`` contains each partition's next sequence number. A partition to which no batch of the producer epoch
+    has been sent has no entry.
     """
     sealed: dict[TopicPartition, bytes] = {}
     for batch in batches:
@@ -191,8 +193,8 @@ def fill(
             lines.headers[part],
         )
         builder = DefaultRecordBatchBuilder(**options)
-        # `all` makes the calls in C. `append` returns None if the batch has no room for a record; it always adds the
-        # first record, regardless of the record's size.
+        # `all` makes the calls in C. `append` returns None if the batch has no room for a record. `append` always adds
+        # the first record, regardless of its size.
         numbers = iter(range(len(keys) + 1))
         all(map(builder.append, numbers, times_ms, keys, values, headers))
         end = at + len(keys) - length_hint(numbers)
@@ -248,7 +250,7 @@ def _laid_out(
     behind = _varint(len(prefix) + key_bytes) + prefix
     between = _varint(value_bytes)
     blocks: list[bytes] = []
-    # The index of a record in the batch takes one byte up to a limit, then two bytes, then three.
+    # The index of a record in the batch takes one, two, or three bytes, depending on its value.
     for width, (begin, wider_from) in enumerate(pairwise(_WIDER_FROM), start=1):
         end = min(wider_from, count)
         if begin >= end:
@@ -283,7 +285,7 @@ def _varint(number: int) -> bytes:
 
 
 def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
-    """Return the size of a one-record batch if the topic would reject the batch for its size, or None otherwise.
+    """Return the size of a one-record batch if the topic would reject the batch as too large, or None otherwise.
 
     Like the broker, `oversize` measures the batch as sent and, if the topic recompresses batches, also as stored. The
     result is None for a batch of several records, because `fill` keeps such batches within the limit.
@@ -305,7 +307,7 @@ def _built_bytes(line: Line, compression: str) -> int:
 
 
 _BATCH_START: Final = Struct(">qi")
-"""The base offset of a batch, and the number of bytes that follow these two fields."""
+"""The first two fields of a batch: the base offset, and the number of bytes that follow."""
 _BATCH_HEAD: Final = Struct(">8xiib")
 """The length, leader epoch, and format version of a batch, which follow its base offset."""
 NO_HEADERS: Final[list[Header]] = []
@@ -329,7 +331,7 @@ def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
 
     ``raw`` contains all batches of a response. In a header name that is not UTF-8, each invalid byte becomes four
     characters such as ``\xff``. Also returns the offsets of all records with header names that are not UTF-8. Raises
-    CorruptRecordException if the batch is missing or incomplete.
+    CorruptRecordException if the batch is absent or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
@@ -394,14 +396,14 @@ class FeedBatch:
     leader_epoch: int = -1
     """Leader epoch of the last record (KIP-320), or -1 if it is unknown."""
     life: int = 0
-    """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
+    """The number of the reading that fetched the batch. A later reading may start at an earlier offset."""
     readable_after_ms: int = 0
     """A time before which no reader could have read any of the records, or 0 if no such time is known."""
     ends_at: int = 0
     """The offset after the markers and aborted records that follow the last record, or 0 if it is unknown."""
 
     next_offset: int = field(init=False)
-    """The offset to commit, which is after the last record and after the markers and aborted records that follow it."""
+    """The offset to commit, which is after the last record and any markers and aborted records that follow it."""
 
     def __post_init__(self) -> None:
         after = self.offsets[-1] + 1 if self.offsets else self.follows
@@ -476,8 +478,8 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
     def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
         crcs, isolation = True, READ_COMMITTED
         super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
-        # The unused iterator refers to this object. Such a cycle keeps the response in memory until the cycle is
-        # collected.
+        # The unused iterator refers to this object. This cycle would keep the response in memory until a garbage
+        # collection.
         self._records_iterator = None
 
     def batches(self) -> Iterator[Any]:
@@ -532,8 +534,8 @@ def _columns_of(
         found.timestamps_ms.extend(map(_TIMESTAMP, records))
         found.keys.extend(map(_KEY, records))
         found.values.extend(map(_VALUE, records))
-        # Usually no record has headers. aiokafka creates an empty list for each record, and all of them would stay in
-        # memory as long as the batch.
+        # Usually, no record has headers. aiokafka creates an empty list for each record, and all these lists would stay
+        # in memory as long as the batch.
         headers = list(map(_HEADERS, records))
         found.headers.extend(headers if any(headers) else repeat(NO_HEADERS, len(headers)))
     return found, max(position, batches.next_fetch_offset)
@@ -547,7 +549,7 @@ def _offsets(records: Sequence[Any]) -> Iterable[int]:
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and last complete batches, or -1 for old formats without leader epochs."""
+    """Return the leader epochs of the first and last complete batches, or -1 for formats without leader epochs."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

@@ -1,8 +1,8 @@
 # ruff: noqa: N801  # aiokafka names versions this way
 # mypy: disallow-subclassing-any=False
-"""Defines the versions of Kafka's requests that aiokafka lacks, as Kafka's protocol guide specifies them.
+"""Defines request versions that aiokafka lacks, according to Kafka's protocol guide.
 
-A broker must support all of these versions except those of KIP-890; Kafka 3.1 and later releases do.
+A broker must support all these versions except those of KIP-890. Kafka 3.1 and later releases support them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class OneVersion:
 
 
 class ApiVersionsRequest_v3(OneVersion, RequestStruct):
-    """Requests the finalized versions of the cluster's features (KIP-584)."""
+    """Requests the finalized feature versions of the cluster (KIP-584)."""
 
     FLEXIBLE_VERSION = True
     API_KEY, API_VERSION = 18, 3
@@ -117,13 +117,14 @@ API_VERSIONS: Final = ApiVersionsRequest_v3("dedup", "1", {})
 IMPLICIT: Final = 2
 """The first transaction version in which requests add partitions to a transaction implicitly (KIP-890)."""
 DIVERGING_EPOCH: Final = 0
-"""The tag of the fetch response field that says where the broker's log diverges from the records already read."""
+"""The tag of the fetch response field that shows where the broker's log diverges from the records already read."""
 EPOCH_END: Final = Struct(">iq")
-"""The binary format of a diverging epoch: a leader epoch, and the offset where it ends in the broker's log."""
+"""The binary format of a diverging epoch: a leader epoch, and the offset at which the epoch ends in the broker's log.
+"""
 
 
 def transaction_version_in(answer: Any) -> int:  # noqa: ANN401  # untyped protocol structures
-    """Return the finalized `transaction.version` in an ApiVersions response, or 0 if the cluster has none."""
+    """Return the finalized `transaction.version` from an ApiVersions response, or 0 if the cluster has none."""
     packed = answer.tags.get(_FINALIZED_FEATURES)
     found = _FEATURES.decode(BytesIO(packed)) if packed else None
     return {name: int(most) for name, most, *_ in found or ()}.get("transaction.version", 0)
@@ -176,7 +177,9 @@ class DescribeGroupRightsRequest_v3(OneVersion, DescribeGroupsRequest_v3):
 
 
 class HeartbeatRequest_v3(OneVersion, RequestStruct):
-    """Keeps a static member in its group, or tells it that another process has joined with its ID (KIP-345)."""
+    """Keeps a static member in its group. The response tells the member if another process has joined with its ID
+    (KIP-345).
+    """
 
     API_KEY, API_VERSION = 12, 3
     SCHEMA = Schema(
@@ -227,7 +230,9 @@ class _Unparsed(AbstractType[Any]):
 
 
 class UnparsedMetadataRequest_v10(MetadataRequest_v10):
-    """`MetadataRequest_v10` with a raw response, so that equal responses are decoded once, not at every commit."""
+    """`MetadataRequest_v10` with a raw response, so that equal responses are decoded only once instead of at every
+    commit.
+    """
 
     ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
 
@@ -236,8 +241,8 @@ class OffsetFetchRequest_v7(OneVersion, RequestStruct):
     """Requests a group's committed offsets.
 
     With `require_stable` (KIP-447), the response is an error while an open transaction may change an offset. Without
-    `require_stable`, the offsets may be outdated: before Kafka 4, a broker may respond to InitProducerId shortly before
-    it applies the offsets of the transaction that the request ended.
+    `require_stable`, the offsets may be outdated: before Kafka 4, a broker may respond to an InitProducerId request
+    shortly before it applies the offsets of the transaction that the request ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -335,14 +340,16 @@ class FetchedPartition(NamedTuple):
     """The producer ID and the first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The first offset at which the broker's log differs from the records read before, or None if there is none."""
+    """The first offset at which the broker's log differs from the records read before, or None if the log does not
+    differ.
+    """
 
 
 class FetchRequest_v13(OneVersion, RequestStruct):
     """Fetches records by topic ID (KIP-516), and sends the leader epoch of the record before each offset (KIP-320).
 
-    The topic ID prevents a fetch from continuing in a recreated topic of the same name. The leader epoch prevents a
-    fetch from continuing in a log that was truncated and filled again.
+    The topic ID ensures that a fetch never continues in a recreated topic of the same name. The leader epoch ensures
+    that a fetch never continues in a log that was truncated and filled again.
     """
 
     FLEXIBLE_VERSION = True
@@ -391,7 +398,7 @@ class FetchRequest_v13(OneVersion, RequestStruct):
 
 @functools.lru_cache(maxsize=16)
 def topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
-    """Return what a metadata response says about each topic: its ID and partition count, or an error code."""
+    """Return each topic's ID and partition count, or its error code, from a metadata response."""
     answer = MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
     return {
         name: code or TopicNow(topic_id.hex(), len(partitions))

@@ -50,7 +50,7 @@ _MOST_BYTES: Final = 4 << 20
 _CHUNK: Final = 1 << 16
 _NOT_FOUND: Final = 404
 _UNKNOWN: Final = re.compile(rb'"error_code"\s*:\s*404\d\d')
-"""Matches a registry's response that a subject (40401), version (40402), or schema (40403) does not exist."""
+"""Matches a registry's response about a missing subject (40401), version (40402), or schema (40403)."""
 _ERROR_CODE: Final = re.compile(rb'"error_code"')
 """Matches a registry's error response, for example from a registry that does not support GUIDs."""
 _BY_ID: Final = b"\0"
@@ -58,19 +58,19 @@ _APICURIO: Final = "/apis/ccompat"
 """The path of Confluent's API in Apicurio."""
 _ELSEWHERE: Final = f"Confluent's API is not at this address (that of Apicurio ends with {_APICURIO}/v7)"
 _KINDS: Final[Mapping[str, str]] = {"avro": "AVRO", "protobuf": "PROTOBUF", "json_schema": "JSON"}
-"""Maps each format whose values have a framing to the registry's name for the type of their schemas."""
+"""Maps each format with framing to the registry's name for the format's schema type."""
 _AT_ONCE: Final = 4
 _PAUSE_S: Final = 0.2
 _LOOK_S: Final = 0.02
 TASK_PATIENCE_S: Final = 60.0
-"""How long a Spark task waits for a registry that gives no usable answer; then the task fails."""
+"""The time for which a Spark task waits for a usable answer from the registry before the task fails."""
 _MOST_UNKNOWN: Final = 10_000
 _MOST_REFERENCES: Final = 500
-"""The maximum number of schemas that one schema may refer to, directly or not."""
+"""The maximum number of schemas to which one schema may refer, directly or indirectly."""
 _DEEPEST_REFERENCE: Final = 50
 _SUFFIX: Final = ".json"
 _REFERENCED: Final = "referenced"
-"""The key of the schemas that an exported schema refers to, directly or not."""
+"""The key of the schemas to which an exported schema refers, directly or indirectly."""
 _CERTIFICATE: Final = "CERTIFICATE-----"
 _LONGEST_PAUSE_S: Final = 5.0
 
@@ -95,14 +95,14 @@ def _reference(said: Any) -> _Reference:  # noqa: ANN401 - JSON
 
 
 class _ReferenceUnknown(LookupError):
-    """Raised if the registry does not have a schema that another schema refers to."""
+    """Raised if the registry lacks a schema to which another schema refers."""
 
 
 class SchemaRegistry:
-    """A thread-safe schema registry client that caches the schemas it has looked up.
+    """A thread-safe schema registry client that caches the schemas that it has looked up.
 
     The client can be pickled, including its credentials, because Spark's executors also query the registry. Each
-    process keeps only one copy of a pickled client.
+    process keeps only one copy of an unpickled client.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class SchemaRegistry:
     ) -> None:
         """``ca_certificates`` is the text of a PEM file, or None to trust the system's certificates.
 
-        The client never asks the registry for schemas in ``exported``, which are the only schemas if ``url`` is None.
+        The client never requests schemas in ``exported`` from the registry. If ``url`` is None, it has no other
+        schemas.
         """
         self.url: Final = url
         self._exported: Final = dict(exported)
@@ -124,16 +125,16 @@ class SchemaRegistry:
         self._opener: Final = build_opener(ProxyHandler({}), _NoRedirect(), HTTPSHandler(context=context))
         self._found: Final[dict[SchemaRef, SchemaText]] = {}
         for ref, schema in exported.items():
-            # A registry still knows the references that an older version of dedup did not export.
+            # The registry still has the referenced schemas that an older version of dedup did not export.
             if url is None or isinstance(schema, str) or not schema.fault:
                 self._found[ref] = schema
         self._versions: Final[dict[tuple[str, int], tuple[str, tuple[_Reference, ...]]]] = {}
-        """The schemas that other schemas refer to, by subject and version. A version never changes."""
+        """The schemas to which other schemas refer, by subject and version. A version never changes."""
         self._missed: Final[set[tuple[str, int]]] = set()
-        """The versions that the registry did not have, so that each is logged once."""
+        """The versions that the registry did not have. Each is logged only once."""
         self._unknown_since_s: Final[dict[SchemaRef, float]] = {}
         self._waited_s = 0.0
-        """How long this process has waited for the registry to learn of unknown schemas."""
+        """The total time for which this process has waited until the registry knows unknown schemas."""
 
     def __reduce__(self) -> tuple[Callable[..., SchemaRegistry], tuple[object, ...]]:
         exported = tuple(self._exported.items())
@@ -143,7 +144,7 @@ class SchemaRegistry:
     def of(cls, section: RegistrySection) -> Self:
         """Return a client for the schema registry that the settings describe.
 
-        Raises SettingsError if there is neither a URL nor a directory of schemas, or if a file cannot be read.
+        Raises SettingsError if the settings name neither a URL nor a directory of schemas, or if a file cannot be read.
         """
         if section.url is None and section.directory is None:
             text = (
@@ -170,11 +171,11 @@ class SchemaRegistry:
     def schema(self, ref: SchemaRef, *, patience_s: float = 0.0, unknown_s: float = 0.0) -> SchemaText | None:
         """Return a schema, or None if neither the exported schemas nor the registry contains the ID.
 
-        The result is also None if the registry does not contain a schema that the schema refers to.
+        The result is also None if the registry lacks a schema to which the schema refers.
 
-        Text in a schema language other than the expected one fails to parse. If the registry does not know the ID, the
-        client asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs. Raises
-        RegistryUnavailable if the registry gives no usable answer for ``patience_s`` seconds.
+        Text in an unexpected schema language fails to parse later. If the registry does not know the ID, the client
+        asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs. Raises RegistryUnavailable if
+        the registry gives no usable answer for ``patience_s`` seconds.
         """
         if ref in self._found:
             return self._found[ref]
@@ -211,7 +212,7 @@ class SchemaRegistry:
         self._unknown_since_s.setdefault(ref, time.monotonic())
 
     def latest(self, subject: str) -> tuple[SchemaText, str] | None:
-        """Return a subject's newest schema and its type (AVRO, PROTOBUF, JSON), or None if there is no schema.
+        """Return a subject's newest schema and its type (AVRO, PROTOBUF, JSON), or None if the subject has no schema.
 
         Raises the same errors as `schema`.
         """
@@ -278,9 +279,9 @@ class SchemaRegistry:
         return None
 
     def _linked(self, answer: object) -> SchemaText:
-        """Return the schema in an answer, with those that it refers to.
+        """Return the schema in an answer, with the schemas to which it refers.
 
-        Raises _ReferenceUnknown if the registry does not have one of them.
+        Raises _ReferenceUnknown if the registry lacks one of these schemas.
         """
         text, references = self._said(answer)
         if not references:
@@ -304,7 +305,7 @@ class SchemaRegistry:
         return text, references
 
     def _version(self, subject: str, version: int) -> tuple[str, tuple[_Reference, ...]]:
-        """Return a version of a subject, even if it was deleted after other schemas began to refer to it."""
+        """Return a version of a subject, even if the version was deleted after other schemas had referred to it."""
         key = subject, version
         if key not in self._versions:
             answer = self._answer(f"{self.url}/subjects/{quote(subject, safe='')}/versions/{version}?deleted=true")
@@ -335,7 +336,7 @@ class SchemaRegistry:
             content = self._get(url)
         except HTTPError as error:
             with error, suppress(OSError, HTTPException):
-                # A proxy or a wrong address also responds with 404, but then the schema may still exist.
+                # A proxy or a server at a wrong address also responds with 404, but then the schema may still exist.
                 known = _ERROR_CODE if "/schemas/guids/" in url else _UNKNOWN
                 if error.code == _NOT_FOUND and known.search(error.read(_CHUNK)):
                     return None
@@ -371,19 +372,20 @@ class SchemaRegistry:
 
 
 class _Gathered:
-    """The schemas that one schema refers to, directly or not, and that have been looked up so far."""
+    """The schemas to which one schema refers, directly or indirectly, as far as they have been looked up."""
 
     def __init__(self, version: Callable[[str, int], tuple[str, tuple[_Reference, ...]]]) -> None:
         self.texts: Final[dict[str, str]] = {}
-        """The schemas by name. A schema comes after those that it refers to."""
+        """The schemas by name. A schema comes after the schemas to which it refers."""
         self._version: Final = version
         self._begun: Final[set[tuple[str, int]]] = set()
         self._chars = 0
 
     def add(self, references: Iterable[_Reference], holders: tuple[tuple[str, int], ...]) -> None:
-        """Look up schemas and those that they refer to. ``holders`` are the schemas that led to these references.
+        """Look up the referenced schemas and their own references. ``holders`` are the schemas that led to
+        ``references``.
 
-        Raises SchemaRefused if the schemas are too many or too long, refer to each other in a circle, or share a name.
+        Raises SchemaRefused if the schemas are too many or too long, have circular references, or share a name.
         """
         for name, subject, version in references:
             key, shown = (subject, version), f"{ascii(subject[:64])[1:-1]} version {version}"
@@ -457,7 +459,7 @@ class SchemaResolver:
     def __init__(self, registry: SchemaRegistry, *, wait_ms: int) -> None:
         """A schema counts as unknown if the registry still lacks it after ``wait_ms``."""
         self.book: Final = SchemaBook()
-        """The schemas found so far, or None for an unknown schema, which is looked up again when a record needs it."""
+        """The schemas found so far. An unknown schema is None, and is looked up again when a record needs it."""
         self.away: str | None = None
         """The reason why the last request to the registry failed, or None if it succeeded."""
         self._registry: Final = registry
@@ -478,7 +480,7 @@ class SchemaResolver:
         return f"records wait for schema {named(self.awaited[0])}: {self.away or 'the registry does not know it yet'}"
 
     def missing(self, refs: Iterable[SchemaRef | None]) -> bool:
-        """Start to look up all unknown schemas, and return whether records must wait for any of these schemas."""
+        """Start to look up the schemas that are not known yet, and return whether records must wait for any of them."""
         wanted = {schema_of(ref) for ref in set(refs) if ref is not None}
         unknown = {ref for ref in wanted if self.book.get(ref) is None}
         for ref in unknown - self._asking.keys():
@@ -488,7 +490,7 @@ class SchemaResolver:
     async def found(self, refs: Sequence[SchemaRef | None], *, within_s: float) -> None:
         """Wait until each of these schemas has been found or counts as unknown.
 
-        Raises RegistryUnavailable if the registry gives no answer for ``within_s`` seconds.
+        Raises RegistryUnavailable if the registry does not respond for ``within_s`` seconds.
         """
         answered_s = time.monotonic()
         while self.missing(refs):
@@ -510,7 +512,7 @@ class SchemaResolver:
             try:
                 async with self._at_once:
                     found = await asyncio.to_thread(self._registry.schema, ref)
-            except Exception as error:  # noqa: BLE001 - whatever it is, records wait, and the log says why
+            except Exception as error:  # noqa: BLE001 - after any error, records wait, and the log shows the reason
                 self._note(str(error) if isinstance(error, RegistryUnavailable) else repr(error))
             else:
                 self._note(None)
@@ -563,7 +565,7 @@ def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
     """Check a topology against the newest schemas of its source topics, and return the findings.
 
-    If neither values nor keys name their schemas, there are no findings. Raises SettingsError if the settings name
+    If neither values nor keys name their schemas, the result is empty. Raises SettingsError if the settings name
     neither a registry nor a directory of exported schemas, or RegistryUnavailable if the registry does not respond.
     """
     source, findings = topology.source, list[Finding]()
@@ -571,7 +573,7 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
         return findings
     if settings.schema_registry.url is None:
         if source.needs_registry:
-            SchemaRegistry.of(settings.schema_registry)  # refuses settings that name no schemas at all
+            SchemaRegistry.of(settings.schema_registry)  # raises an error if the settings name no schemas
         said = "`schema_registry.url` is not set, so no schema registry was asked and no types were checked."
         return [warning("schema_not_found", said, at=FORMAT)]
     registry = SchemaRegistry.of(settings.schema_registry)
@@ -583,7 +585,7 @@ def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:
         except RegistryUnavailable as error:
             if fmt in TYPED:
                 raise
-            # Values are read without the schema, so the check of members is all that is missing.
+            # Values are read without the schema, so only the check of the members is skipped.
             findings.append(warning("schema_not_found", f"{error} The types of members were not checked.", at=at))
             continue
         if found is None:

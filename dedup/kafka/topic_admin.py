@@ -35,7 +35,7 @@ T = TypeVar("T")
 LOOK_AGAIN_S: Final = 0.1
 _ALREADY_EXISTS: Final = 36
 _NO_CONTROLLER: Final = frozenset({7, 41})
-"""Error codes for a request that the controller did not answer in time, or that went to a former controller."""
+"""Error codes for a request that timed out at the controller or that went to a former controller."""
 _NON_EMPTY: Final = 68
 _NOT_FOUND: Final = 69
 PAUSE_MS: Final = 100
@@ -57,7 +57,7 @@ class Topic:
     partitions: int
     configs: Mapping[str, str] = field(default_factory=dict)
     leaderless: tuple[int, ...] = ()
-    """The numbers of the partitions that have no leader, so that nobody can read them or write to them."""
+    """The numbers of the partitions without a leader, which nobody can read from or write to."""
 
     @property
     def places(self) -> list[TopicPartition]:
@@ -66,7 +66,7 @@ class Topic:
 
     @property
     def max_record_bytes(self) -> int:
-        """The maximum size of a batch, and therefore of a record, that the topic accepts (`max.message.bytes`)."""
+        """The maximum size of a batch, and thus of a record, that the topic accepts (`max.message.bytes`)."""
         return int(self.configs.get("max.message.bytes", 1_048_588))
 
     @property
@@ -76,7 +76,7 @@ class Topic:
 
     @property
     def fitting_bytes(self) -> int:
-        """The largest uncompressed size at which the topic certainly accepts a batch of several records."""
+        """The maximum uncompressed size at which the topic certainly accepts a batch of several records."""
         limit = self.limit
         return BATCH_BYTES if limit is None else limit.surely_fits_bytes
 
@@ -191,7 +191,7 @@ class Admin:
                     elif code != _ALREADY_EXISTS:
                         raise _failed(f"creating topic {name!r}", code, str(rest[0]) if rest else "")
             except (KafkaError, OSError):
-                # This attempt may have created topics, which the next one then finds.
+                # This attempt may have created topics, which the next attempt then finds.
                 created.add(_ALREADY_EXISTS)
                 raise
             return made
@@ -217,7 +217,7 @@ class Admin:
         await self._insist(f"deleting topics {', '.join(names)}", ask)
 
     async def _find_controller(self) -> None:
-        """Raise NodeNotReadyError if the brokers name no controller, which the client would not find out."""
+        """Raise NodeNotReadyError if the brokers name no controller, because the client does not check this."""
         client = self._client._client  # noqa: SLF001  # the admin client has no public API for this
         if client.cluster.controller is None:
             await client.force_metadata_update()
@@ -225,9 +225,9 @@ class Admin:
             raise NodeNotReadyError("the brokers name no controller")
 
     async def _insist(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an idempotent request until it is answered, and return the answer.
+        """Repeat an idempotent request until it succeeds, and return the response.
 
-        Raises BrokerUnavailable after `patience_ms`, or after an error that does not pass.
+        Raises BrokerUnavailable after `patience_ms` or after a permanent error.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._connection.patience_ms / 1000
@@ -242,11 +242,11 @@ class Admin:
                         "and the controller are running; then run the command again."
                     ) from error
             await asyncio.sleep(LOOK_AGAIN_S)
-            # The request goes to another broker once the client knows that the first one is gone.
+            # With new metadata, the client sends the request to another broker if the first one is gone.
             await self._client._client.force_metadata_update()  # noqa: SLF001
 
     async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
-        """Delete each partition's records below the offset given for that partition (KIP-107)."""
+        """Delete the records below the given offset of each partition (KIP-107)."""
         wanted = {AiokafkaTopicPartition(*tp): RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
         if not wanted:
             return
@@ -260,7 +260,7 @@ class Admin:
 
 
 def _failed(what: str, code: int, why: str) -> Exception:
-    """Return the error for a code of the controller, which passes if another attempt may succeed."""
+    """Return the error for a controller's error code. The error is retriable if another attempt may succeed."""
     passing: Exception = for_code(code)(what)
     return passing if code in _NO_CONTROLLER else _refused(what, code, why)
 
@@ -297,9 +297,9 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 
 
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Do the same as `on_cluster` in an event loop that is already running.
+    """Do the same as `on_cluster`, but in the current event loop.
 
-    Requests of ``work`` are repeated for at most the connection's `patience_ms`.
+    The requests that ``work`` sends are repeated for at most the connection's `patience_ms`.
     """
     wire = KafkaWire(connection)
     await wire.start()
@@ -316,7 +316,7 @@ class GroupMember:
     """A member of a consumer group."""
 
     member_id: str
-    """The ID that the broker gave the member. A restarted process gets another one."""
+    """The ID that the broker gave the member. A restarted process gets a new member ID."""
     worker_id: str
     """The member's static ID, or its client ID if it has no static ID."""
     host: str
@@ -353,7 +353,7 @@ class Group:
             raise self._refused("deleting", _NON_EMPTY)
 
     async def delete_unless_joined(self) -> bool:
-        """Delete the group and its offsets unless the group has members. Return whether the group no longer exists."""
+        """Delete the group and its offsets unless the group has members. Return True if the group no longer exists."""
         request = DeleteGroupsRequest([self._name])
         fine = {_NON_EMPTY, _NOT_FOUND}
         answer = await self._insist("deleting", request, lambda answer: [answer.results[0][1]], fine)
@@ -377,7 +377,7 @@ class Group:
     async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
         """Send a request, and repeat it until the coordinator is available.
 
-        It is safe to repeat any request that `Group` sends.
+        Repeating any request that `Group` sends is safe.
         """
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:

@@ -1,4 +1,5 @@
-"""Implements transactional sessions, which make a transaction's records and offsets visible together or not at all.
+"""Implements transactional sessions. A session makes a transaction's records and offsets visible together or not at
+all.
 
 `open` sends InitProducerId, which makes the broker fence older epochs of the transactional ID and end any transaction
 that an older epoch left open (KIP-98). Then the session sends these requests:
@@ -13,8 +14,8 @@ first batch, and AddOffsets is sent once per transaction.
 
 Within an epoch, the session repeats a request only after a *response* with certain errors. Errors 14, 15, and 16 mean
 that the coordinator is loading, is not available, or has moved. Error 51 means that the previous transaction is still
-ending. Produce is repeated only after error 51, which says that the batch was not appended. AddPartitions is also
-repeated after error 3, which says that the coordinator does not know the partition yet. Repeating a request after its
+ending. Produce is repeated only after error 51, which means that the batch was not appended. AddPartitions is also
+repeated after error 3, which means that the coordinator does not know the partition yet. Repeating a request after its
 response is safe, because the first copy is no longer in flight and both copies have the same effect.
 
 After a *missing response*, repeating a request is not safe, because a late EndTxn of version 1 could commit half of the
@@ -56,7 +57,7 @@ from dedup.kafka.wire import (
 )
 
 OK: Final = 0
-# The coordinator is loading, is not available, has moved, or is still ending the previous transaction: try again.
+# Retry: the coordinator is loading, is not available, has moved, or is still ending the previous transaction.
 STILL_ENDING: Final = 51
 AGAIN: Final = COORDINATOR_MOVED | {STILL_ENDING}
 # Error 3, which means that the coordinator does not know the partition yet, is retried only for AddPartitions.
@@ -80,14 +81,14 @@ COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
 MOST_UNANSWERED: Final = 4
 DEADLINE_MS: Final = 20_000
-"""The time for which a session repeats a request before it gives up."""
+"""The time for which a session repeats a request before the session gives up."""
 PAUSE_MS: Final = 2
 LONGEST_PAUSE_MS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A batch of the open transaction and, if a task sends the batch, the records' feeding partition."""
+    """A batch of the open transaction and, if a task sends the batch, the feeding partition of its records."""
 
     batch: RecordBatch
     feeding: TopicPartition | None
@@ -144,7 +145,7 @@ class Session:
         self._refused: RecordRefused | None = None
         self._refused_by: set[TopicPartition] = set()
         self.append_time_ms = -1
-        """The latest time when a broker appended a batch of the open transaction, or -1 if no broker reported it."""
+        """The latest append time of a batch of the open transaction, or -1 if no broker reported an append time."""
 
     @property
     def epoch(self) -> int:
@@ -152,7 +153,7 @@ class Session:
         return self._identity.epoch
 
     async def open(self) -> None:
-        """Start a new epoch, which fences older owners of the ID and aborts any transaction that they left open."""
+        """Start a new epoch, which fences older owners of the ID and aborts any transaction that an owner left open."""
         await self.drop()
         await self._insist("InitProducerId", self._init_producer_id, again=AGAIN | {-1}, repeatable=True)
         self._sequences = {}
@@ -165,7 +166,8 @@ class Session:
         return code
 
     def add(self, batches: Sequence[RecordBatch], feeding: TopicPartition | None = None) -> None:
-        """Add batches to the current transaction. If sending the batches fails, `settle` and `prepare` raise the error.
+        """Add batches to the current transaction. If the batches cannot be sent, `settle` and `prepare` raise the
+        error.
 
         If the broker refuses a batch, the error names ``feeding``, the partition to which the batch's row numbers
         refer.
@@ -226,8 +228,9 @@ class Session:
 
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
-            # The coordinator adds all partitions or none, so an error takes precedence over "try again", which takes
-            # precedence over success. OperationNotAttempted only means that another partition in the request failed.
+            # The coordinator adds all partitions or none, so a permanent error takes precedence over a retriable error,
+            # and a retriable error over success. OperationNotAttempted only means that another partition in the request
+            # failed.
             return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
         await self._insist("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
@@ -257,7 +260,7 @@ class Session:
             elif produced.error_code in REFUSED:
                 self._note_refused(_refused(self.transactional_id, each, produced), batch.target)
             elif produced.error_code in OUT_OF_SEQUENCE and batch.target in self._refused_by:
-                pass  # an earlier batch is missing, so the transaction cannot be committed anyway
+                pass  # an earlier batch failed, so the transaction cannot be committed anyway
             else:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
@@ -294,7 +297,8 @@ class Session:
             self._refused.also.append(refused)
 
     async def settle(self) -> Mapping[TopicPartition, int]:
-        """Wait until all batches are acknowledged, and return the offset after each partition's last written record.
+        """Wait until all batches are acknowledged, and return the offset after the last written record of each
+        partition.
 
         If `settle` raises RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable, the transaction cannot be
         committed.
@@ -338,7 +342,7 @@ class Session:
         await self._appended_everywhere()
         if self._refused is not None:
             await self.settle()  # raises the refusal, so no offset is sent
-        # The offsets need not wait for the other produce responses, because EndTxn is sent only after all of them.
+        # The offsets need not wait for the other produce responses, because EndTxn waits for all of them.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -422,7 +426,7 @@ class Session:
                 if code not in again:
                     raise self._failed(name, code)
                 why = error_name(code)
-            # A request to a frozen broker takes much longer than the pause after it.
+            # A request to a frozen broker takes much longer than the pause after the request.
             waited_ms = max(waited_ms, int(1000 * (time.monotonic() - begun_s)))
             if waited_ms >= self._deadline_ms:
                 raise CommitUnknown(f"{self.transactional_id}: {name} got no usable answer in {waited_ms} ms ({why}).")

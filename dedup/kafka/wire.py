@@ -2,8 +2,8 @@
 
 `client.KafkaWire` implements the interface for real brokers, `memory_wire.MemoryWire` for an in-memory cluster, and
 `SimWire` and `DirectWire` in `tests/simulation` for the simulated cluster. Each method sends its request once and
-returns the error code of the response. If a request gets no response, the method raises `NoAnswer`, and it is unknown
-whether the request took effect.
+returns the error code of the response. If a request gets no response, the method raises `NoAnswer`; the request may or
+may not have taken effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 """Error codes for a partition whose leader has moved or is unknown. The request must go to another broker."""
 
 TRANSIENT: Final = frozenset({-1, 7})
-"""Error codes for an unknown error on the broker and for a timeout; the same request may succeed later."""
+"""Error codes for an unknown error on the broker and for a timeout. The same request may succeed later."""
 
 UNAUTHORIZED: Final = 29
 """The error code for a topic that the principal may not access."""
@@ -64,8 +64,8 @@ _NEWER_ERRORS: Final[Mapping[int, str]] = {
 """The names of error codes that aiokafka does not know, from `org.apache.kafka.common.protocol.Errors` of Kafka 4.1."""
 
 PATIENCE_S: Final[ContextVar[float]] = ContextVar("patience_s", default=math.inf)
-"""The time, in seconds, after which an unanswered request is not repeated. A worker repeats requests without a limit; a
-command, which somebody is waiting for, sets a limit.
+"""The time, in seconds, after which an unanswered request is not repeated. A worker repeats requests without a limit,
+but a command sets a limit, because somebody is waiting for it.
 """
 
 
@@ -79,7 +79,7 @@ def error_name(code: int) -> str:
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Do not repeat unanswered requests in the ``with`` block after this time; see `PATIENCE_S`."""
+    """In the ``with`` block, stop repeating unanswered requests after ``seconds``; see `PATIENCE_S`."""
     token = PATIENCE_S.set(seconds)
     try:
         yield
@@ -116,7 +116,7 @@ class Fetched:
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The committed records as objects, which are created anew on each access."""
+        """The committed records as objects. Each access creates new objects."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -135,7 +135,9 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """Index and reason of each record that made the broker reject the batch, if the broker names them (KIP-467)."""
+    """Index and reason of each record that made the broker reject the batch, if the broker names such records
+    (KIP-467).
+    """
     append_time_ms: int = -1
     """The time when the broker appended the batch, or -1 if the topic keeps the producer's timestamps."""
 
@@ -160,7 +162,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """The coordinator's response about a group's committed offset. The position is None if no offset is committed."""
+    """The coordinator's response about a committed offset. The position is None if no offset is committed."""
 
     error_code: int
     position: Position | None
@@ -192,8 +194,8 @@ class Wire(Protocol):
 
         If the identity is implicit (transactions of version 2), the broker first adds the partitions to the
         transaction. Error 51 (the previous transaction is still ending) means that the batch was not appended and must
-        be sent again. `produce` returns an awaitable as soon as the request is sent, so that later requests can be sent
-        in order without waiting for the response.
+        be sent again. `produce` returns an awaitable as soon as the request is sent, so the caller can send later
+        requests in order without waiting for the response.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
@@ -226,7 +228,7 @@ class Wire(Protocol):
         """Read the start and the high watermark of a partition from its leader."""
 
     async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
-        """Return the offset of the first record at or after ``time_ms``, or None if there is no such record."""
+        """Return the offset of the first record at or after ``time_ms``, or None if no such record exists."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
         """Return each topic's state, or an error code, as reported by one broker.
@@ -235,7 +237,7 @@ class Wire(Protocol):
         """
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """Read committed records at or after an offset, waiting up to ``wait_ms`` for records to arrive."""
+        """Read committed records at or after an offset. Wait up to ``wait_ms`` for records to arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
         """Make `fetch` read these topics by ID from now on, so that `fetch` never reads a recreated topic."""

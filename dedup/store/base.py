@@ -69,7 +69,7 @@ class Store(Protocol):
         """Yield (segment, state key, value) tuples in sorted order. Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store, unless it is already released."""
+        """Release the store if it is not released yet."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""
@@ -85,7 +85,7 @@ class _Segment:
 
 
 class MemoryStore:
-    """An in-memory store, used by `TopologyTestDriver` and compared with `RocksStore` in tests."""
+    """An in-memory store. `TopologyTestDriver` uses it, and tests compare it with `RocksStore`."""
 
     def __init__(self) -> None:
         self.task_record: TaskRecord | None = None
@@ -143,7 +143,7 @@ class MemoryStore:
         return dropped
 
     def warm(self, ids: int) -> bool:  # noqa: ARG002  # `Store` defines this signature
-        """Return True, because there are no filters to load."""
+        """Return True, because a `MemoryStore` has no filters to load."""
         return True
 
     def approximate_bytes(self) -> int:

@@ -8,17 +8,17 @@ filter that lacks one of its segment's IDs would let a duplicate pass, so a log 
 writes a `LogMark` in the same atomic batch as the IDs. The mark contains the count and CRC-32 of the log's hashes, and
 the segment's ID count and position. A log is used only if its mark has the segment's current ID count and position, and
 the CRC matches. Otherwise, the filter is rebuilt from the segment's keys, which takes eight times as long, and a new
-log is written.
+log is begun.
 
 The log is written before the store's batch and is not synced. After a SIGKILL, the log may contain more hashes than its
-mark says; the extra hashes are ignored. After a power failure, the log may contain fewer hashes than its mark says; the
-CRC then does not match.
+mark says; the extra hashes are ignored. After a power failure, the log may contain fewer hashes than its mark says;
+then the CRC does not match.
 
 Once the log contains 1,000,000 hashes, and again whenever it has grown by an eighth, the filter itself is written to a
 second file, the snapshot. A snapshot loads twenty times as fast as the log. After a snapshot is loaded, only newer
 hashes are read from the log. The mark contains the CRC of the snapshot. A snapshot is written in small steps, and IDs
 can be added to the filter between the steps. The snapshot contains at least the IDs that the filter had before the
-first step, because bits of the filter are never cleared.
+first step, because the filter's bits are never cleared.
 """
 
 from __future__ import annotations
@@ -50,15 +50,17 @@ _SNAPSHOT: Final = struct.Struct(">QIIQ")
 _LAYER: Final = struct.Struct(">Q")
 _HASH_BYTES: Final = 8
 PIECE_IDS: Final = 100_000
-"""The maximum number of IDs that are read in one step, which limits the memory that the step needs."""
+"""The maximum number of IDs that one step reads. This number limits the memory that the step needs."""
 HASHES_PER_KEY: Final = 8
-"""The number of hashes that can be loaded from a log in the time that it takes to read one key from the store."""
+"""The number of hashes that can be loaded from a log in the time of reading one key from the store."""
 PIECE_WORDS: Final = 1 << 15
-"""The maximum number of snapshot words that are read or written in one step; they fit into a core's cache."""
+"""The maximum number of snapshot words that one step reads or writes. This many words fit into a core's cache."""
 WORDS_PER_KEY: Final = 32
-"""The number of snapshot words that can be read or written in the time that it takes to read one key from the store."""
+"""The number of snapshot words that can be read or written in the time of reading one key from the store."""
 SNAPSHOT_FROM_IDS: Final = 1_000_000
-"""The smallest number of IDs for which a log gets a snapshot; a smaller log loads within 0.03 s even without one."""
+"""The smallest number of IDs for which a log gets a snapshot. A smaller log loads within 0.03 s even without a
+snapshot.
+"""
 _SNAPSHOT_EVERY: Final = 8
 """A new snapshot is written when the log has grown by 1/`_SNAPSHOT_EVERY` since the last snapshot."""
 _WORD_BYTES: Final = 4
@@ -97,7 +99,7 @@ class HashKey:
         self._key = self._of_words(_KEY_WORDS)
 
     def hashes(self, ids: Sequence[bytes]) -> Hashes:
-        """Return the hash of each ID; the same secret gives the same hashes in every process."""
+        """Return the hash of each ID. The same secret results in the same hashes in every process."""
         words = max(1, -(-max(map(len, ids), default=0) // _WORD_BYTES))
         if words > len(self._key):
             self._key = self._of_words(words)
@@ -158,12 +160,12 @@ class BloomFilter:
 
     def snapshot(self, log: LogMark) -> Snapshot:
         """Describe a snapshot of the current filter, which contains all IDs of the log. The description's CRC is 0,
-        because the snapshot is not written yet.
+        because the snapshot has not been written yet.
         """
         return Snapshot(log.hashes, log.crc, 0, self._capacity, tuple(map(len, self._layers)))
 
     def part(self, first: int, count: int) -> Hashes:
-        """Return up to ``count`` words of one layer, starting at index ``first``; indices run through all layers."""
+        """Return up to ``count`` words of one layer, starting at index ``first``. Indices run through all layers."""
         for layer in self._layers:
             if first < len(layer):
                 return layer[first : first + count]
@@ -203,9 +205,10 @@ class Snapshot:
     """Describes the snapshot that belongs to a filter's log."""
 
     hashes: int
-    """The number of hashes in the log when writing the snapshot began. The snapshot contains all these hashes."""
+    """The number of hashes in the log when the writing of the snapshot began. The snapshot contains all these hashes.
+    """
     log_crc: int
-    """The CRC-32 of these hashes."""
+    """The CRC-32 of the log's hashes that the snapshot contains."""
     crc: int
     capacity: int
     """The number of IDs at which the filter gets a new layer."""
@@ -235,9 +238,9 @@ class LogMark:
     """Identifies the log and the snapshot that belong to a segment."""
 
     segment_ids: int
-    """The number of IDs of the segment, counting repetitions, when the mark was written."""
+    """The number of the segment's IDs, counting repetitions, when the mark was written."""
     segment_position: int
-    """The position of the last batch that wrote to the segment, when the mark was written."""
+    """When the mark was written, the position of the last batch that had written to the segment."""
     hashes: int
     crc: int
     snapshot: Snapshot | None = None
@@ -256,7 +259,7 @@ class LogMark:
 
 
 class SegmentFilter:
-    """The Bloom filter of one segment; lookups may use it only while it is `complete`."""
+    """The Bloom filter of one segment. Lookups may use the filter only while it is `complete`."""
 
     def __init__(self, path: Path, key: HashKey, *, logged: bool) -> None:
         """Create the filter of a new segment. A log that an earlier segment left at ``path`` is overwritten."""
@@ -271,13 +274,13 @@ class SegmentFilter:
         """The mark of the log that is being loaded, or None."""
         self._loaded, self._loaded_crc = 0, 0
         self._copy: Snapshot | None = None
-        """The snapshot that is being read (until the log is loaded) or written (after that), or None."""
+        """The snapshot that is being read (until the log is loaded) or written (afterward), or None."""
         self._copied, self._copied_crc = 0, 0
         """The number of words of ``_copy`` that were read or written, and their CRC."""
         self._copied_at = 0
-        """The number of hashes in the log when writing the last snapshot began."""
+        """The number of hashes in the log when the writing of the last snapshot began."""
         self._next_key: bytes | None = None
-        """The key after which reading the segment continues, or None if the segment is not being read."""
+        """The key after which the reading of the segment continues, or None if the segment is not being read."""
 
     def load(self, mark: LogMark | None, *, first_key: bytes, ids: int, position: int) -> None:
         """Prepare `warm` to load the filter of a segment that has ``ids`` IDs and was last written at ``position``.
@@ -311,7 +314,7 @@ class SegmentFilter:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot. A snapshot can be used once the store has written a mark that describes it."""
+        """The newest snapshot. A snapshot is usable once the store has written a mark that describes the snapshot."""
         return self._log.snapshot
 
     @property
@@ -362,9 +365,10 @@ class SegmentFilter:
         return replace(self._log, segment_ids=segment_ids, segment_position=position)
 
     def warm(self, keys: int, read_keys: Callable[[bytes, int], list[bytes]], first_key: bytes) -> int:
-        """Load IDs for about as long as reading ``keys`` keys takes, and return the part of ``keys`` that is left.
+        """Load IDs for the time in which ``keys`` keys can be read, and return the number of keys for the time that is
+        left.
 
-        If all IDs are loaded and a snapshot is due, the remaining time is used to write the snapshot. ``read_keys(key,
+        If all IDs are loaded and a snapshot is due, `warm` writes the snapshot in the remaining time. ``read_keys(key,
         limit)`` returns up to ``limit`` keys of the segment that follow ``key``, in ascending order.
         """
         while keys > 0 and self._load is not None:
@@ -417,8 +421,8 @@ class SegmentFilter:
                 self._log = replace(self._log, snapshot=replace(self._copy, crc=self._copied_crc))
                 self._end_copy()
         except (OSError, DedupError) as error:
-            # The log contains all IDs of the snapshot, and `warm` tries to write a snapshot again when the log has
-            # grown.
+            # No IDs are lost, because the log contains them. When the log has grown, `warm` tries to write a snapshot
+            # again.
             log.warning("No snapshot of a Bloom filter: %s The next start loads the filter from its log.", error)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

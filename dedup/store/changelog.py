@@ -47,7 +47,7 @@ from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Maps the start of each segment (in ms) to a mapping from state keys to encoded values; a value contains *all*
+"""Maps the start of each segment (in ms) to a mapping from state keys to encoded values. A value contains *all*
 sightings of its ID that end in the segment.
 """
 
@@ -71,7 +71,7 @@ _ENTRIES: Final = {
 }
 """Maps each header, which is the top byte of an entry's first field, to the layout of the entry."""
 _FEW_ROWS: Final = 32
-"""Up to this number of rows, encoding rows one by one is faster than setting up NumPy columns."""
+"""For up to this number of rows, encoding rows one by one is faster than setting up NumPy columns."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -118,11 +118,11 @@ class TaskRecord:
     """The changelog record that tells a new task where the previous task stopped."""
 
     fingerprint: bytes
-    """The value of `Topology.state_fingerprint`; a task refuses to load state with a different fingerprint."""
+    """The value of `Topology.state_fingerprint`. A task refuses to load state with a different fingerprint."""
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """The next offset of the feeding partition to be judged; all records below this offset have been judged."""
+    """The next offset of the feeding partition to be judged. All records below this offset have been judged."""
     segment_ms: int
     """The width of the segments in which new sightings are stored."""
     kept_from: int = NOT_SAID
@@ -152,7 +152,7 @@ class SeedMark:
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """Identifies the history from which the seed was made, and the offsets at which the fleet starts."""
+    """Identifies the seed's history and the offsets at which the fleet starts."""
     next_offset: int
     """The offset of the feeding partition at which the fleet starts."""
     stream_time_ms: int
@@ -161,11 +161,11 @@ class SeedMark:
     digest: str
     """A digest of the changelog records that contain sightings; it does not depend on their order."""
     judged_at_ms: int
-    """The wall-clock time, in ms, by which `dedup spark seed` decided which event times are in the future."""
+    """The wall-clock time, in ms, that `dedup spark seed` used to find event times in the future."""
     begins: dict[str, list[int]]
     """Maps each source topic to the offsets at which the fleet starts, one per partition."""
     history: Literal["topics", "files"]
-    """The kind of history from which the seed was made: the source topics up to `begins`, or files."""
+    """The kind of the seed's history: the source topics up to `begins`, or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
@@ -189,7 +189,7 @@ def decode_seed_mark(value: bytes) -> SeedMark:
     try:
         return SeedMark(**json.loads(body[1:]))
     except (TypeError, ValueError) as error:
-        # The checksum is correct, so dedup itself wrote these bytes, although they do not form a valid seed mark.
+        # The checksum is correct, so dedup itself wrote these bytes, even though they are not a valid seed mark.
         raise InvariantBroken(
             f"a seed mark lacks members of version {_MARK_VERSION}, or has others: {error}."
         ) from error
@@ -352,7 +352,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode rows one by one, for rows with different layouts or for an error that must name the bad row."""
+    """Encode rows one by one, if their layouts differ or if an error must name the bad row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -400,7 +400,7 @@ def parse_key(key: bytes) -> SightingKey | None:
 
 
 def sighting_rows(keys: Sequence[bytes | None], state_keys: Collection[bytes]) -> list[int]:
-    """Return the rows whose key ends with one of ``state_keys`` or is not a sighting key. No key is parsed."""
+    """Return the rows whose key ends with one of ``state_keys`` or is not a sighting key, without parsing the keys."""
     ends = tuple(state_keys)
     return [
         row for row, key in enumerate(keys) if key is None or key.endswith(ends) or not key.startswith(_SIGHTING_TAG)
@@ -413,9 +413,9 @@ class Collected:
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
-    """The last task record among the changelog records, or None if there is none."""
+    """The last task record among the changelog records, or None."""
     seed_mark: SeedMark | None = None
-    """The last seed mark among the changelog records, or None if there is none."""
+    """The last seed mark among the changelog records, or None."""
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
@@ -434,7 +434,7 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
     if len(segments) == 1 and whole:
-        # Usually, all sightings belong to one segment, and C code separates them from the other records.
+        # Usually, all sightings belong to one segment. Then C code separates them from the other records.
         (prefix,) = segments
         parse_key(prefix + b"0")
         found = dict(zip(map(_state_key_of, keys), values, strict=True))
@@ -523,7 +523,7 @@ def decode_task_record(value: bytes) -> TaskRecord:
 
 
 def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
-    """Return the writes that move (state key, encoded sightings) pairs into segments that are ``segment_ms`` wide.
+    """Return the writes that move pairs of state keys and encoded sightings into segments that are ``segment_ms`` wide.
 
     The segment width depends on the topology's guard period and grace. A write replaces all of an ID's sightings in a
     segment. Therefore, ``entries`` must also include every value that the new segments already contain for these IDs.

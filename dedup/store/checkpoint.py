@@ -23,15 +23,14 @@ from dedup.store.base import StoreIdentity
 
 _FORMAT: Final = 2
 MOST_BYTES: Final = 4 << 20
-"""The maximum size of a description in bytes; the limit keeps a foreign file from exhausting memory."""
+"""The maximum size of a description in bytes, so that a foreign file cannot exhaust the memory."""
 _NAMES: Final = r"(CURRENT|IDENTITY|MANIFEST-[0-9]{1,20}|[0-9]{1,20}\.(sst|log))"
 _STORE_FILE: Final = re.compile(_NAMES, re.ASCII)
 _PIECE_BYTES: Final = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""A function that receives the size in bytes of each transferred piece, and may raise an exception to end the transfer.
-"""
+"""A function that receives each transferred piece's size in bytes, and may raise an exception to end the transfer."""
 
 
 class StoreFile(msgspec.Struct, frozen=True):
@@ -56,7 +55,8 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield a stream's content in pieces, and pass a piece's size to ``moved`` after the caller has used the piece."""
+    """Yield a stream's content in pieces, and pass each piece's size to ``moved`` after the caller has used the piece.
+    """
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))
@@ -80,7 +80,7 @@ def write_file(wanted: StoreFile, source: IO[bytes], directory: Path, moved: Mov
                 break
             target.write(piece)
         target.flush()
-        # Without this fsync, a store could look complete after a power failure although some of its data was lost.
+        # Without this fsync, a store could look complete after a power failure that lost some of its data.
         os.fsync(file)
     if (size_bytes, digest.hexdigest()) != (wanted.size_bytes, wanted.sha256):
         raise CheckpointUnusable(

@@ -4,7 +4,7 @@
 files, each named by its SHA-256. RocksDB never changes a data file, so a new checkpoint writes only the files that the
 storage lacks. `manifest.json` is written last and in one atomic step. A file is deleted when neither the current nor
 the previous checkpoint needs it, so a reader can finish while a newer checkpoint is being written. The methods of
-`CheckpointStorage` may block for minutes, so do not call them from an event loop.
+`CheckpointStorage` may block for minutes, so do not call them in an event loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointStorage:
         return f"{self._url}/{topology}/{partition}"
 
     def find(self, topology: str, partition: int) -> Checkpoint | None:
-        """Return the partition's current checkpoint, or None if it has none.
+        """Return the partition's current checkpoint, or None if the partition has no checkpoint.
 
         Raises CheckpointUnusable if the description is damaged or the storage does not respond.
         """
@@ -95,8 +95,8 @@ class CheckpointStorage:
     ) -> tuple[Checkpoint, int]:
         """Save the closed store in ``directory`` as the partition's current checkpoint.
 
-        Returns the checkpoint and the number of bytes written. The previous checkpoint stays readable, and files that
-        only older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
+        Returns the checkpoint and the number of bytes written. The previous checkpoint stays readable. Files that only
+        older checkpoints need are deleted. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = None
@@ -159,7 +159,7 @@ class CheckpointStorage:
     def _put(self, place: str, content: Iterable[bytes]) -> None:
         """Write a file so that readers get either the complete old content or the complete new content."""
         path = self._path(place)
-        # In an object store, every write of a file is atomic.
+        # In an object store, every write is atomic.
         target = f"{path}.new" if "file" in _protocols(self._files) else path
         with self._files.open(target, "wb") as file:
             for piece in content:

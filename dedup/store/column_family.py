@@ -11,17 +11,19 @@ import rocksdict
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
-"""The maximum number of RocksDB write buffers per column family; when all are full, writes wait for a flush."""
+"""The maximum number of RocksDB write buffers per column family. When all of them are full, writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 16 << 10
-"""The size of the blocks in which memtables allocate memory; it is small because all busy stores allocate at once."""
+"""The size of the blocks in which memtables allocate memory. It is small because all busy stores allocate at the same
+time.
+"""
 _BUCKETS: Final = 1 << 14
 TABLE_BYTES: Final = 8 * _BUCKETS
 """The memory that an empty hash memtable uses, in bytes."""
 LEAST_FLUSH_BYTES: Final = 2 * TABLE_BYTES
-"""The memtable size, in bytes, below which a flush frees little memory."""
+"""The memtable size, in bytes, below which a flush frees too little memory."""
 _DELETIONS_PER_FLUSH: Final = 100
-"""The number of deleted segments after which a family is flushed. Each deletion in a memtable slows down lookups; after
-1,500 of them, a lookup takes 70 µs longer.
+"""The number of deleted segments after which a family is flushed. Each deletion in a memtable slows down lookups. After
+1,500 deletions, a lookup takes 70 µs longer.
 """
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
@@ -35,17 +37,16 @@ _OPEN_FILES: Final = 512
 files took half of the worker's time.
 """
 _OPEN_FILES_SHARD_BITS: Final = 4
-"""RocksDB divides the limit of open files among 2**bits groups; with its default of 6 bits, a group gets only 8 files.
+"""RocksDB divides the limit of open files among 2**bits groups. With the default of 6 bits, a group gets only 8 files.
 """
 _BLOOM_BITS: Final = 10
 LONGEST_KEY: Final = 33
-"""The length of the longest state key, in bytes, and thus the prefix length with which a hash memtable finds each key.
-"""
+"""The length of the longest state key, in bytes. With this prefix length, a hash memtable finds each key."""
 
 
 @dataclass(slots=True)
 class Family:
-    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store holds on to ``rows``."""
+    """An open column family. rocksdict flushes a family when ``rows`` is freed, so the store keeps ``rows``."""
 
     name: str
     """The start of the first segment that the family contained, or the name of the shared family."""
@@ -59,7 +60,8 @@ class Family:
     def release(self) -> None:
         """Free the family, which must not be used afterward.
 
-        An error's traceback may hold the family, and ``rows`` and ``handle`` would keep the database open.
+        Otherwise, an error's traceback that refers to the family would keep the database open through ``rows`` and
+        ``handle``.
         """
         del self.rows, self.handle
 
@@ -82,13 +84,13 @@ def rocks_options(
 ) -> rocksdict.Options:
     """Return the options of a segment's column family or, with ``segment=False``, of the database.
 
-    In a measurement, inserting or finding a key took 35% to 40% less time in a hash memtable than in a skip list.
-    Write buffers are small, because a worker may have 256 stores.
+    In a measurement, inserting or finding a key took 35% to 40% less time in a hash memtable than in a skip list. The
+    write buffers are small, because a worker may have 256 stores.
     """
     table = rocksdict.BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
     table.set_block_cache(cache)
-    # Raw mode is always used, because rocksdict's other mode unpickles the data that it reads.
+    # Every family uses raw mode, because rocksdict's other mode unpickles the data that it reads.
     options = rocksdict.Options(raw_mode=True)
     options.set_block_based_table_factory(table)
     options.create_if_missing(create_if_missing=True)

@@ -1,7 +1,7 @@
 """Names, checks, and deletes store directories, keeps released stores open, and raises the limit of open files.
 
-It is safe to delete a store's directory while no worker uses it, because the state can be restored from the changelog.
-A directory that is a symbolic link or contains other files is refused and left unchanged.
+Deleting a store's directory is safe while no worker uses it, because the state can be restored from the changelog. A
+directory that is a symbolic link or contains other files is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOT_THE_STORES_FAULT: Final = (
 
 
 def open_more_files() -> None:
-    """Let this process open as many files as its hard limit allows, because each store may keep hundreds open.
+    """Let this process open as many files as its hard limit allows, because each store may keep hundreds of files open.
 
     Shells, and containers of newer releases of Docker, start processes with a soft limit of only 1,024 files.
     """
@@ -59,7 +59,7 @@ def open_more_files() -> None:
 
 
 def remedy_of(reason: str) -> str:
-    """Return what to do about an error that the machine, not a damaged store, has caused."""
+    """Return the remedy for an error that the machine, not a damaged store, has caused."""
     if _TOO_MANY_FILES in reason:
         return "raise the hard limit of open files (`ulimit -Hn`, or LimitNOFILE in a systemd unit), then restart"
     return "make room or give this user access, then restart"
@@ -157,14 +157,14 @@ def _locked(directory: Path) -> Iterator[None]:
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
     """Reserve the topology's state for this process. Raises StateIncompatible if another process is using the state.
 
-    A store's own lock is released while its partition moves to another task. Without the reservation, two workers that
-    share a directory could therefore take each other's stores.
+    A store's own lock is released while its partition moves to another task. Therefore, without the reservation, two
+    workers that share a directory could take each other's stores.
     """
     directory = state_dir / topology
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The lock file is next to the topology's directory, not inside it, because the existence of that directory
-        # means that there is state.
+        # The lock file is next to the topology's directory, not inside it, because the directory exists only if there
+        # is state.
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
@@ -187,9 +187,9 @@ def _lock(directory: Path, lock: int) -> None:
 def limit_log(directory: Path, emptied_at_bytes: int) -> int:
     """Empty RocksDB's LOG file if it has grown by more than 1 MiB, and return its length when it was last emptied.
 
-    RocksDB can itself start a new log at a given size, but then it keeps the options of every column family ever
-    created and repeats them in each new log. With logs that RocksDB started itself, adding and dropping a segment took
-    350 ms instead of 15 ms after 100 segments, and the time kept growing.
+    RocksDB can start a new log itself at a given size, but then it keeps the options of every column family ever
+    created and repeats them in each new log. With such logs, adding and dropping a segment took 350 ms instead of 15 ms
+    after 100 segments, and the time kept growing.
     """
     log = directory / "LOG"
     try:
@@ -198,7 +198,8 @@ def limit_log(directory: Path, emptied_at_bytes: int) -> int:
         return emptied_at_bytes  # somebody has deleted the file
     if length - emptied_at_bytes <= _MOST_LOG_BYTES:
         return emptied_at_bytes
-    # RocksDB continues to write at its old offset, so the file keeps its length, but not its blocks on the disk.
+    # RocksDB continues to write at its old offset, so the file keeps its length, but its old blocks on the disk are
+    # freed.
     os.truncate(log, 0)
     return length
 
@@ -221,7 +222,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def close_or_delete(store: Store) -> None:
-    """Close a store. If this shows that the store is damaged, delete the store, so that its next owner restores it."""
+    """Close a store. If the store turns out to be damaged, delete it, so that its next owner restores it."""
     try:
         store.close()
     except TaskCorrupted as damage:
@@ -235,18 +236,18 @@ class Keeping:
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
-    """An asynchronous function that runs before the store is opened and fetches state if there is no local state."""
+    """An asynchronous function that runs before the store is opened. It fetches state if there is no local state."""
     release: Callable[[Store], None] = close_or_delete
     wipe: Callable[[], None] = lambda: None
-    """Deletes the released store and its directory, because the store was found damaged."""
+    """Deletes the released store and its directory after the store was found damaged."""
 
 
 class StorePool:
     """Keeps released stores open for their next owners (tasks or standbys) in this process.
 
     When a task is rebuilt, or when a rebalance turns a task into a standby or a standby into a task, the same process
-    needs the store again. Closing and reopening the store would block the event loop. Kafka Streams also recycles its
-    tasks in a rebalance (KAFKA-10199).
+    needs the store again. Closing and reopening the store would block the event loop. Kafka Streams also recycles tasks
+    in a rebalance (KAFKA-10199).
     """
 
     def __init__(self) -> None:
@@ -277,7 +278,8 @@ def encode_identity(identity: StoreIdentity) -> bytes:
 
 
 def refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if its format or topic differs."""
+    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if the store's format or topic differs.
+    """
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(

@@ -1,8 +1,9 @@
 """Implements the state store in RocksDB, with one column family per segment, so that whole segments can be dropped.
 
 Each `apply` writes one atomic batch with the write-ahead log enabled (docs/decisions/0001-wal.md), so the state
-survives a SIGKILL. A power failure usually loses only the newest batches along with their position; the task then reads
-these batches from the changelog again. If it loses an older log file but not a newer one, `open` cannot detect this.
+survives a SIGKILL. A power failure usually loses only the newest batches along with their position. The task then reads
+these batches from the changelog again. If a power failure loses an older log file but not a newer one, `open` cannot
+detect the loss.
 
 RocksDB may open a store with damaged files and report no error. `open` raises TaskCorrupted if a segment is missing or
 older than its entry in the default column family, or if the MANIFEST is shorter than at the last `apply`. In a test
@@ -70,10 +71,10 @@ _FAMILY_PREFIX: Final = b"family/"
 _SECRET_KEY: Final = b"filter-secret"
 _SECRET_BYTES: Final = 32
 _LAST_POSITION: Final = b""
-"""The key of a segment's last position. State keys are never empty, and the empty key sorts before all of them."""
+"""The key of a segment's last position. State keys are never empty, so the empty key sorts before all of them."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""The largest number of IDs that `open` reads into a segment's filter (in 0.15 s); `warm` reads larger segments."""
+"""The maximum number of IDs that `open` reads into a segment's filter (in 0.15 s). `warm` reads larger segments."""
 _LOCKED: Final = "While lock file", "lock hold by current process"
 """Texts in RocksDB's error messages that show that another process, or this one, has the store open."""
 _FEW_IDS: Final = 16
@@ -83,16 +84,17 @@ _MANY_STORES: Final = 16
 _FLUSH_EVERY_S: Final = 0.05
 _STORES_PER_BUFFERS: Final = 128
 _MOST_TIMES: Final = 4
-"""With more than `_STORES_PER_BUFFERS` stores, the write buffers grow in proportion to the number of stores, to at most
+"""With more than `_STORES_PER_BUFFERS` stores, the write buffers grow in proportion to the number of stores, up to
 `_MOST_TIMES` times their size. If 256 stores shared 64 MiB, their memtables would be flushed after a few hundred IDs.
 """
 _TABLES_SHARE: Final = 4
-"""The hash tables of all hash memtables may take at most the memory of the write buffers divided by this number."""
+"""The hash tables of all hash memtables may use at most the memory of the write buffers divided by this number."""
 _MOST_OWN_FAMILIES: Final = 8
 _SHARED: Final = "shared"
 _START: Final = struct.Struct(">q")
 """The maximum number of column families that are not shared, the name of the family that all further segments share,
-and the prefix of a segment's keys in the shared family. The more families exist, the longer it takes to create one.
+and the prefix of a segment's keys in the shared family. The more families exist, the longer the creation of a family
+takes.
 """
 _MOST_FREE_FAMILIES: Final = 3
 _MOST_REUSED_BYTES: Final = 256 << 10
@@ -101,7 +103,7 @@ family's files. Creating and dropping a family takes 15 ms, because RocksDB then
 Deleting all keys of a family takes less than 0.1 ms, but frees no space until RocksDB merges the family's files.
 """
 _APPLIES_PER_LOOK: Final = 64
-"""The number of `apply` calls between two checks of the size of RocksDB's LOG file."""
+"""The number of `apply` calls between checks of the size of RocksDB's LOG file."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """The difference between the nice values of RocksDB's threads and of the worker, which gives the threads a tenth of the
@@ -118,7 +120,7 @@ class Manifest:
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the MANIFEST that the file CURRENT names, or None if there is none."""
+        """Return the MANIFEST that the file CURRENT names, or None if no such file exists."""
         try:
             name = (directory / "CURRENT").read_text(encoding="ascii").strip()
             return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
@@ -126,12 +128,12 @@ class Manifest:
             return None
 
     def now(self, directory: Path) -> Self:
-        """Return this MANIFEST with its current length, or its successor if RocksDB has started a new one."""
+        """Return this MANIFEST with its current length, or the new MANIFEST if RocksDB has started one."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
             return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, in every apply
         except FileNotFoundError:
-            # RocksDB starts a new MANIFEST when the old one has become too long.
+            # RocksDB starts a new MANIFEST when the old MANIFEST has become too long.
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
@@ -148,7 +150,8 @@ def errors_of(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The error may outlive the store, and an iterator in a frame of its traceback would keep the database open.
+        # The error may outlive the store, and an iterator in a frame of the error's traceback would keep the database
+        # open.
         traceback.clear_frames(error.__traceback__)
         text = str(error)
         if type(error) is not Exception:
@@ -172,7 +175,7 @@ class _SegmentEntry:
     last_position: int
     """The position of the last batch that wrote to the segment."""
     ids: int
-    """The number of keys written; a key that is written twice counts twice."""
+    """The number of keys written. A key that is written twice counts twice."""
 
     def encode(self) -> bytes:
         return _sealed(_SEGMENT.pack(self.width_ms, self.birth, self.last_position, self.ids))
@@ -185,12 +188,14 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """The changelog position and the task record, stored in one value so that neither is ever newer than the other."""
+    """The changelog position and the task record. They are stored in one value, so that neither is newer than the
+    other.
+    """
 
     position: int
     record: TaskRecord | None
     manifest: Manifest
-    """RocksDB's MANIFEST as it was before this entry was written."""
+    """RocksDB's MANIFEST before this entry was written."""
 
     def encode(self) -> bytes:
         head = _STATE.pack(self.position, self.manifest.number, self.manifest.size_bytes)
@@ -216,7 +221,7 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 
 
 def _yield_to_records() -> None:
-    """Lower the priority of RocksDB's threads, because a flush can wait, but a record cannot."""
+    """Lower the priority of RocksDB's threads, because a flush can wait, but records cannot."""
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -355,7 +360,7 @@ class RocksStore:
             with errors_of(directory):
                 store._load(identity, manifest)
         except BaseException:
-            with contextlib.suppress(DedupError):  # the first error says more
+            with contextlib.suppress(DedupError):  # the first error is more informative
                 store.close()
             raise
         return store
@@ -403,7 +408,7 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 family, prefix = held.family, held.prefix
-                # Inserting keys into a skip list in sorted order is up to ten times as fast as in random order.
+                # Inserting keys into a skip list is up to ten times as fast in sorted order as in random order.
                 ids = list(values) if family.hashed else sorted(values)
                 # `any` makes the calls in C, because `put` returns None.
                 any(map(put, map(prefix.__add__, ids), map(values.__getitem__, ids), repeat(family.handle)))
@@ -458,7 +463,7 @@ class RocksStore:
         self._delete_filter(start)
         if not kept:
             # If the process is killed before the next line, the next `open` drops the family, because it has no entry.
-            # If the entry were deleted after the family, a dropped family would look like a lost one.
+            # If the entry were deleted after the family, a dropped family would look like a lost family.
             self._drop_family(family)
             return
         if family.name != _SHARED:
@@ -504,7 +509,7 @@ class RocksStore:
         return stored + sum(held.filter.disk_bytes for held in self._segments.values())
 
     def count_ids(self) -> int:
-        """Return the number of (segment, ID) pairs written; a pair that is written twice counts twice."""
+        """Return the number of (segment, ID) pairs written. A pair that is written twice counts twice."""
         self._refuse_if_closed()
         return sum(held.entry.ids for held in self._segments.values())
 
@@ -521,12 +526,12 @@ class RocksStore:
         """Read up to ``ids`` more stored IDs into the Bloom filters, and return whether the filters contain all IDs.
 
         IDs load faster from a filter's own files: 1 million IDs take about 0.25 s from the store, 0.03 to 0.06 s from
-        the filter's log, and 0.003 s from its snapshot. Any time left over is used to write snapshots of complete
+        the filter's log, and 0.003 s from its snapshot. In any remaining time, `warm` writes snapshots of complete
         filters. Until the filters contain all IDs, lookups are correct but slower.
         """
         self._refuse_if_closed()
         busy = [each for each in self._segments.items() if not each[1].filter.idle]
-        # Loading a filter that is not complete yet is more urgent than writing a snapshot.
+        # Completing a filter is more urgent than writing a snapshot.
         for start, held in sorted(busy, key=lambda each: each[1].filter.complete):
             if ids > 0:
                 ids = self._warm(start, held, ids)
@@ -544,8 +549,8 @@ class RocksStore:
     def close(self) -> None:
         """Close the store and release its directory, unless it is already closed.
 
-        The directory is released even if `close` raises an error, and while the caller still holds an error of the
-        store. Raises TaskCorrupted if the store turns out to be damaged.
+        The directory is released even if `close` raises an error or the caller still holds an error of the store.
+        Raises TaskCorrupted if the store turns out to be damaged.
         """
         if self._closed:
             return
@@ -562,7 +567,7 @@ class RocksStore:
 
     def wipe(self) -> None:
         """Close the store and delete its directory."""
-        with contextlib.suppress(DedupError):  # a store that is to be deleted may be damaged, or on a full disk
+        with contextlib.suppress(DedupError):  # the store may be damaged or on a full disk
             self.close()
         delete_store(self._directory)
 
@@ -576,7 +581,7 @@ class RocksStore:
         return held
 
     def _family_for(self, start: int) -> Family:
-        """Return the column family for a new segment, creating the family if needed."""
+        """Return the column family for a new segment, and create the family if needed."""
         if self._free:
             return self._free.pop()
         own = self._families.keys() - {_SHARED}
@@ -628,8 +633,8 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # RocksDB has just written a new MANIFEST that looks valid. Without CURRENT, every later `open` refuses
-                # the store.
+                # RocksDB has just written a new MANIFEST that looks valid. CURRENT is deleted, so that every later
+                # `open` refuses the store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
@@ -649,7 +654,7 @@ class RocksStore:
                 self._drop_family(family)
         for path in self._directory.glob(f"{FILTER_LOG}*"):
             if int(path.stem.removeprefix(FILTER_LOG)) not in entries:
-                path.unlink()  # the process ended after it dropped the segment and before it deleted the log
+                path.unlink()  # the process ended after dropping the segment and before deleting the log
         missing = [str(start) for start, (name, _) in entries.items() if name not in self._families]
         if missing:
             raise TaskCorrupted(f"segments {', '.join(missing)} are missing, but their keys were stored. {RESTORE}")

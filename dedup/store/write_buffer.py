@@ -3,8 +3,8 @@
     open  --freeze-->  committing  --applied-->  store
 
 The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
-commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached: in a
-measurement, a cache took 7% of the judging time, which was more than it saved.
+commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached, because in a
+measurement, a cache took 7% of the judging time, more than it saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WriteBuffer:
         self._committing: Writes | None = None
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
-        """Return each known ID's encoded sightings in the segments that start after ``after_ms``, one value per
+        """Return the encoded sightings of each known ID in the segments that start after ``after_ms``, one value per
         segment.
         """
         tiers = self._tiers()
@@ -89,7 +89,7 @@ class WriteBuffer:
 def unexpired(writes: Writes, segment_ms: int, oldest_live_ms: int) -> Writes:
     """Return the writes without the segments that `Store.drop_below` would drop.
 
-    While a task works through a backlog, one transaction can span many segments; only the newest are live.
+    While a task works through a backlog, one transaction can span many segments, of which only the newest are live.
     """
     return {start: values for start, values in writes.items() if start + segment_ms > oldest_live_ms}
 
@@ -99,7 +99,6 @@ def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> di
     for tier in tiers:
         values = tier.get(segment)
         if values:
-            # The intersection runs in C, so if all IDs are unknown, which is the usual case, no Python code runs per
-            # ID.
+            # The intersection runs in C. In the usual case that all IDs are unknown, no Python code runs per ID.
             found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
     return found
