@@ -278,8 +278,7 @@ def encode_identity(identity: StoreIdentity) -> bytes:
 
 
 def refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if the store's format or topic differs.
-    """
+    """Raise TaskCorrupted if another task owns the store, or StateIncompatible if the format or topic differs."""
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
