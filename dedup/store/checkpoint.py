@@ -55,8 +55,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def pieces(source: IO[bytes], moved: Moved) -> Iterator[bytes]:
-    """Yield a stream's content in pieces, and pass each piece's size to ``moved`` once the caller has used the piece.
-    """
+    """Yield a stream's content in pieces. After the caller has used a piece, pass the piece's size to ``moved``."""
     while piece := source.read(_PIECE_BYTES):
         yield piece
         moved(len(piece))

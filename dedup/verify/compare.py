@@ -1,4 +1,4 @@
-"""Compares the records that the model expects in a topic with those that the topic contains."""
+"""Compares the records that the model expects in a topic with the records that the topic contains."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Seen(NamedTuple):
     id: bytes | None
     time_ms: int
     exempt: bool
-    """True if a header says that the record was forwarded outside the guarantee."""
+    """True if a header marks the record as forwarded outside the guarantee."""
 
 
 class SeenColumns(NamedTuple):
@@ -131,13 +131,13 @@ class Wanted(NamedTuple):
     position: int
     """The position of the record in the task's log."""
     optional: bool
-    """True if the log proves neither that the record must be present nor that it must be absent."""
+    """True if the log does not prove whether the record must be present or absent."""
     pending: bool
     """True if the record is at or after the committed offset."""
 
 
 class SureColumns(NamedTuple):
-    """Records that a task must certainly have written, as columns with the fields of `Wanted`."""
+    """Records that a task must have written, as columns with the fields of `Wanted`."""
 
     positions: Column
     digests: list[bytes]
@@ -213,7 +213,7 @@ class Comparison:
 def matched_at_once(
     expected: Sequence[Expected], actual: Sequence[SeenColumns], *, from_end: bool = False
 ) -> Comparison:
-    """Do the same as `matched`, but faster, because digests that occur once on each side are matched as columns."""
+    """Do the same as `matched`, but faster: digests that occur once on each side are matched as columns."""
     task_ends = np.cumsum([0, *(len(each.sure.digests) for each in expected)])
     partition_ends = np.cumsum([0, *(len(each.digests) for each in actual)])
     wanted = list(chain.from_iterable(each.sure.digests for each in expected))
@@ -257,8 +257,8 @@ def matched(
 ) -> Comparison:
     """Match the records in each partition with the records expected from each task, regardless of order.
 
-    If a record occurs more often than expected, the last copies count as extra, or the first copies if ``from_end`` is
-    true.
+    If a record occurs more often than expected, the last copies are extra or, if ``from_end`` is true, the first
+    copies.
     """
     candidates = _candidates(expected, actual)
     if from_end:

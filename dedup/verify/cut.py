@@ -59,7 +59,7 @@ class Order:
     def match(self, offsets: Column, tasks: Column, positions: Column) -> None:
         """Add matched records as columns: offset, task, and position in the task's log."""
         self._matches.add((offsets - self._bounds.low) // BUCKET_ROWS, (offsets, tasks, positions))
-        self._matches.flush()  # Many partitions are matched in turn, so no partition keeps rows in memory.
+        self._matches.flush()  # Many partitions are matched one after another, so no partition keeps rows in memory.
 
     def first_matched(self) -> int:
         """Return the offset of the first matched record, or the end of the partition if no record is matched."""
@@ -100,7 +100,8 @@ def disorder(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> l
     """Return the smallest set of ``rows`` whose removal leaves ``positions`` in ascending order."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
-    # All positions before a border are less than all positions after it, so only the runs between borders are searched.
+    # All positions before a border are less than all positions after the border, so only the runs between borders are
+    # searched.
     borders = np.flatnonzero(greatest[:-1] < least[1:]) + 1
     starts, ends = np.append([0], borders), np.append(borders, len(rows))
     found: list[int] = []
@@ -127,18 +128,22 @@ class WrittenPartition:
     timeless: bool = False
     """True if the digests of `bucket` omit timestamps."""
     first_digests: frozenset[bytes] = frozenset()
-    """Digests of the first record, sampled or not, with and without the verdict header that a worker may have added."""
+    """Digests of the partition's first record, even if it is not sampled, with and without a verdict header from a
+    worker.
+    """
     first_kept: tuple[int, bytes] | None = None
     """The hash (`spill.places_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """True if a transaction stays open, so that the records after the transaction's beginning are unknown."""
+    """True if a transaction stays open, which hides the records after the transaction's beginning."""
     schemas_gone: bool = False
     """True if the IDs of some records are unknown, because the schema registry does not know their schemas."""
     late: set[bytes] = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not, until there are more than `_MOST_LATE`."""
 
     def may_begin_before(self, time_ms: int) -> bool:
-        """Return whether the timestamp of the first record, which its digests must include, is less than a time."""
+        """Return whether the first record's timestamp is less than a time. The record's digests must include the
+        timestamp.
+        """
         return any(time_of(each) < time_ms for each in self.first_digests)
 
     @property
@@ -157,7 +162,7 @@ class WrittenPartition:
         return found._replace(digests=list(map(without_time, found.digests))) if self.timeless else found
 
     def forget_times(self) -> None:
-        """Omit timestamps from all digests, because the records' own timestamps are not known for every record."""
+        """Omit timestamps from all digests, because the original timestamps of some records are unknown."""
         self.timeless = True
         self.first_digests = frozenset(map(without_time, self.first_digests))
         self.late = set(map(without_time, self.late))
@@ -182,7 +187,7 @@ class Cut:
     begins: dict[str, dict[int, int]]
     """Maps each source topic and partition to the start offset that `dedup reset --to` has set."""
     compacted: frozenset[str]
-    """Names of the compacted topics, whose logs may lack records at any offset."""
+    """The names of the compacted topics. Their logs may lack records at any offset."""
     plan: Plan
     scratch: str
     """The directory for data that does not fit into memory."""
@@ -215,10 +220,11 @@ class Cut:
         begin_later(self.bounds, self.report, fact)
 
     def again(self, unit: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
-        """Return the result of ``unit``, which reads partitions from their bounds on.
+        """Return the result of ``unit``, which reads partitions from their lower bounds.
 
-        If the records that ``unit`` reads next have been deleted, the method undoes what ``unit`` has changed in this
-        cut and its report, calls ``undo`` for all other changes, and calls ``unit`` again, with later bounds.
+        If the records that ``unit`` reads next have been deleted, the method undoes the changes of ``unit`` in this cut
+        and its report. Then the method calls ``undo`` for all other changes, and calls ``unit`` again with later
+        bounds.
         """
         while True:
             report, starts, held = self.report.copy(), dict(self.starts), len(self.held)
@@ -244,7 +250,7 @@ class Cut:
     def read_judged(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Do the same as `read` for a source topic.
 
-        Raises StateIncompatible if a record has no append time, although `event_time: arrival` needs one.
+        Raises StateIncompatible if a record lacks the append time that `event_time: arrival` needs.
         """
         for columns in self.read(topic, partition, start, end):
             if self.topology.by_arrival and columns.created is not None:
@@ -260,7 +266,7 @@ class Cut:
     def begun_feeds(self) -> list[Feed]:
         """The source partitions that existed when the state was created.
 
-        These partitions count toward stream time from the start.
+        These partitions affect stream time from the start.
 
         Without a layout record, the result contains all source partitions.
         """
@@ -272,7 +278,7 @@ class Cut:
 
     @property
     def names_schemas(self) -> bool:
-        """True if the records' schemas are in a schema registry, which may have lost some."""
+        """True if the records' schemas are in a schema registry, which may have lost some of the schemas."""
         return self.topology.source.needs_registry
 
     def whole(self, topic: str) -> bool:
@@ -316,7 +322,7 @@ class Cut:
                 self._add(found, columns, stamped=stamped and not columns.broker_time)
         if found.broker_time and stamped:
             found.forget_times()
-        found.spill.flush()  # Many partitions are read in turn, so no partition keeps rows in memory.
+        found.spill.flush()  # Many partitions are read one after another, so no partition keeps rows in memory.
         found.truncated = (topic, partition) in self.unread
         return found
 
@@ -399,14 +405,16 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's current committed offset, which may be greater than the committed offset in the cut."""
+        """Return the group's current committed offset, which may be greater than the one in the cut."""
         now = self.reader.committed(self.topology.name, topic, [partition]).get(partition, 0)
         if now > self.bounds[topic][partition].high:
             now = min(now, self.reader.bounds(topic, [partition])[partition].high)
         return max(now, self.committed[topic].get(partition, 0))
 
     def exists(self, source: Source) -> bool:
-        """Return whether the partition of a source record exists; it may have been added during the verification."""
+        """Return whether the partition of a source record exists. The partition may have been added during the
+        verification.
+        """
         topic = self.topology.source.topics[source.topic]
         known = source.partition < self.partitions[topic]
         return known or source.partition < self.reader.partitions([topic])[topic]
@@ -450,9 +458,10 @@ def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> Topic
 
 
 def begin_later(bounds: Mapping[str, dict[int, Bounds]], report: Report, fact: StartDeleted) -> None:
-    """Set a partition's bounds as if its first records had been deleted before the cut, and report how many were.
+    """Set a partition's bounds as if its first records had been deleted before the cut, and report the number of
+    deleted records.
 
-    Raises StartDeleted if the bounds do not contain the deleted records, so that reading again would not help.
+    Raises StartDeleted if the bounds do not contain the deleted records, because reading again would not help.
     """
     known = bounds.get(fact.topic, {}).get(fact.partition)
     if known is None:

@@ -43,7 +43,7 @@ WHY_BEFORE: Final = "source offsets before the first record that left a trace; w
 def verify_direct(cut: Cut) -> None:
     """Verify every partition of the source topic, and report unexpected records in the late and dead-letter topics."""
     source = cut.topology.source.topics[0]
-    # Each record that a flow has sent names its source record, so a compacted output does not prevent the replay.
+    # Each record that a flow sends names its source record, so a compacted output does not prevent the replay.
     named = {source, *(cut.topology.forwards_to if cut.plan.flowed is None else ())} & cut.compacted
     if named:
         cut.report.method = f"order-free checks: {' and '.join(sorted(named))} is compacted"
@@ -66,7 +66,7 @@ class _Partition:
     output: WrittenPartition | None
     copies: Copies
     known: bool
-    """True if it is certain that no record before the first one that is read was judged."""
+    """True if certainly no record before the first record that is read was judged."""
     excused_below: int | None = None
     """The output offset below which records come from deleted source records, or None until it is known."""
     gone_position: int = -1
@@ -110,7 +110,7 @@ def _read_log(
         cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
     log = cut.log_spill(buckets)
     filed = 0  # The number of this partition's records in the late and dead-letter topics.
-    # Workers may have continued after the cut, so later output records and committed offsets may exist.
+    # Workers may have continued after the cut, so there may be later output records and a later committed offset.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
     for read in source_log(cut, plan, partition, spans, known=known):
         odd = [each for each in keep(cut, log, read).odd if each is not None and not each.pending]
@@ -170,7 +170,7 @@ def _judge(held: _Partition) -> None:
     if held.output is not None and held.output.bounds.start_deleted:
         held.gone_position = _gone_position(held, held.output)
     if held.output is not None and not held.known:
-        # There are two passes, because only the first pass finds the first output record that the log explains.
+        # Two passes are needed, because only the first pass finds the first output record that the log explains.
         for number in range(held.log.buckets):
             _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
         held.excused_below = held.output.order.first_matched()
@@ -230,7 +230,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(Log(*held.log.bucket(place % held.log.buckets)))
     positions = [wanted.position for wanted in task.forwarded.one_by_one() if wanted.digest == first]
-    # If several expected records are equal, the output still contains the last of them.
+    # If several expected records are equal, the output still contains the last of these records.
     there = output.bucket(place % held.log.buckets).digests.count(first)
     return positions[-there:][0] if positions else -1
 
@@ -254,7 +254,7 @@ def _copies(cut: Cut, partition: int, buckets: int, *, known: bool) -> Copies:
     count = cut.partitions[cut.topology.source.topics[0]]
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= count:
-            # No task writes to the partitions that the source does not have.
+            # No task writes to partitions whose numbers the source does not have.
             whole[topic] = [partition, *(range(count, cut.partitions[topic]) if partition == 0 else ())]
         elif partition == 0:
             held = sum(each.high - each.low for each in cut.bounds[topic].values())
@@ -289,7 +289,7 @@ def _verify_compacted(cut: Cut, source: str) -> None:
 
 
 def _add_judgeable(cut: Cut, judged: Spill, columns: RecordColumns, partition: int) -> None:
-    """Add each record that had to be judged to its bucket, as partition, offset, event time, and ID."""
+    """Add each record that had to be judged to its bucket. A row contains the partition, offset, event time, and ID."""
     extracted, holds = extracted_of(cut.plan.extract, columns), cut.plan.dead_letters.holds
     rows = [
         (partition, offset, time_ms, own)
@@ -324,7 +324,7 @@ def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None
         return None  # `TaskReplay` compares the records that a flow has sent.
     # A topic that does not exist has empty bounds.
     cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, start_deleted=False))
-    # If future times are clamped, the timestamps in the output may come from the worker's clock.
+    # If times in the future are clamped, the timestamps in the output may come from the worker's clock.
     return cut.written(output.topic, partition, buckets, stamped=not cut.plan.clamps_timestamps)
 
 
@@ -335,7 +335,7 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
 
 
 def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
-    """Return a source partition's first judged offset, and whether it is certain that no earlier record was judged."""
+    """Return a source partition's first judged offset, and whether certainly no earlier record was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
     begin, bounds = cut.begins[topic].get(partition), cut.bounds[topic][partition]
@@ -347,15 +347,15 @@ def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple
         return start, start > bounds.low or not bounds.start_deleted
     first, end = bounds.low, bounds.high if start is None or bounds.start_deleted else start
     if start is not None and isinstance(time_ms, int) and not (output and output.may_begin_before(time_ms)):
-        first = start  # All records before ``start`` have lower timestamps, so none of them needs to be read.
+        first = start  # All records before ``start`` have lower timestamps, so they need not be read.
     traced = _first_judged(cut, plan, replace(bounds, high=end), partition, output, first)
     if start is None:
         # Without an output, a unique record leaves no trace.
         known = (traced > bounds.low or not bounds.start_deleted) and (output or plan.flowed) is not None
         start = max(bounds.low, traced)
     else:
-        # Despite a start time, an earlier record was judged if it came after the start, or after a record that
-        # retention has deleted.
+        # Despite a start time, a record at an earlier offset was judged if it came after the start, or after a record
+        # that retention has deleted.
         known = not bounds.start_deleted or start <= traced < end
         if known and traced >= start:
             return start, True
@@ -370,10 +370,10 @@ def start_of(cut: Cut, partition: int, output: WrittenPartition | None) -> tuple
 def _first_judged(
     cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None, first: int
 ) -> int:
-    """Return the first source offset with a result in a topic, or ``bounds.high`` if there is none below it.
+    """Return the first source offset with a result in a topic, or ``bounds.high`` if no lower offset has a result.
 
-    If the offset is below ``bounds.low``, its record was judged, and retention has deleted it since. The first
-    judged offset is not stored. The caller knows that the output contains no record from before ``first``.
+    The first judged offset is not stored anywhere. If the returned offset is below ``bounds.low``, its record was
+    judged and later deleted by retention. The caller knows that the output contains no record from before ``first``.
     """
     traces = [side.first_offset((0, partition)) for side in (plan.sides if output is None else [plan.dead_letters])]
     if plan.flowed is not None:
@@ -383,7 +383,7 @@ def _first_judged(
     if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
-    with suppress(OpenTransaction):  # It is reported when the partition is read again.
+    with suppress(OpenTransaction):  # The open transaction is reported when the partition is read again.
         for columns in cut.reader.read(topic, partition, first, first_letter):
             contents = contents_of(columns.keys, columns.values)
             records = zip(columns.offsets, contents, columns.headers, columns.timestamps_ms, strict=True)
@@ -395,7 +395,7 @@ def _first_judged(
 
 
 def report_leftovers(cut: Cut) -> None:
-    """Report the records in the late and dead-letter topics that no source record accounts for."""
+    """Report the records in the late and dead-letter topics for which no source record accounts."""
     for side, (source, filed, again) in ((each, entry) for each in cut.plan.sides for entry in each.left()):
         place = side.place(filed)
         if source is None:

@@ -29,7 +29,7 @@ SourceTuple = tuple[int, int, int]
 """A `Source`, or a plain tuple of the same values, which compares equal to the `Source`."""
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
-"""The headers that a worker appends, in this order, to the source record's own headers."""
+"""The headers that a worker appends to the source record's own headers, in this order."""
 
 MOST_DIGITS: Final = 18
 _MOST_TIME_CHARACTERS: Final = 20
@@ -70,7 +70,7 @@ class SideTopic:
     def __init__(self, name: str, directory: str) -> None:
         self.name: Final = name
         self.complete = True
-        """False if the topic is compacted, its beginning was deleted, or a transaction stays open, so that a missing
+        """False if the topic is compacted, its beginning was deleted, or a transaction stays open. Then a missing
         record proves nothing.
         """
         # The database has no journal, because no other process reads the file, which is deleted with its directory.
@@ -105,10 +105,10 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def take(self, sources: Sequence[SourceTuple]) -> dict[SourceTuple, Filed]:
-        """Take and return the entries of these source records; `left` yields the entries that remain.
+        """Take and return the entries of these source records. The method `left` yields the entries that remain.
 
         A second call for the same record returns nothing, even if the record has another entry, unless `give_back` was
-        called in between.
+        called between the calls.
         """
         if self._empty:
             return {}
@@ -118,7 +118,7 @@ class SideTopic:
         found: dict[SourceTuple, Filed] = {}
         for feed, offsets in wanted.items():
             there = set(offsets)
-            # One query is enough for all records, because the records of a batch have nearby offsets.
+            # One query for all records is enough, because the records of a batch have nearby offsets.
             for offset, *row in self._db.execute(_BETWEEN, (*feed, min(offsets), max(offsets))):
                 if offset in there:
                     found.setdefault((*feed, offset), Filed(*row))
@@ -150,8 +150,8 @@ class SideTopic:
     def left(self) -> Iterator[tuple[Source | None, Filed, bool]]:
         """Yield each remaining entry as (source record, entry, is a repetition).
 
-        The source record is None if the entry names none. An entry is a repetition if `take` has taken another entry
-        of the same source record.
+        The source record is None if the entry does not name one. An entry is a repetition if `take` has taken another
+        entry of the same source record.
         """
         for row in self._db.execute("SELECT * FROM filed WHERE taken=0 ORDER BY part, at"):
             yield None if row[0] is None else Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
@@ -184,7 +184,7 @@ def header(headers: Headers, name: str) -> bytes | None:
 
 
 def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
-    """Parse ``topic/partition/offset``; return None for any other content, or if the topic is not in ``topics``."""
+    """Parse ``topic/partition/offset``. Return None for any other content or for a topic that is not in ``topics``."""
     if content is None:
         return None
     feed, _, offset = content.rpartition(b"/")
@@ -214,7 +214,9 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Parse a time in ms, as ASCII decimal digits, that fits into 64 bits, or return None for any other content."""
+    """Parse a time in ms from ASCII decimal digits. Return None for other content, or if the time does not fit into 64
+    bits.
+    """
     if content is None or not content.removeprefix(b"-").isdigit() or len(content) > _MOST_TIME_CHARACTERS:
         return None
     time_ms = int(content)
@@ -234,6 +236,6 @@ def _as_in_source(
     original = headers[: -len(tail)] if whole else headers
     reason = (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace")
     if reason == ODD_HEADER_NAME.code:
-        original = ()  # The source's headers are unreadable, so they are not compared.
+        original = ()  # The source record's headers are unreadable, so they are not compared.
     time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
     return digest(key, value, original, time_ms), stands_for, reason

@@ -1,7 +1,7 @@
 """Finds the records of one tracking ID in all topics, with the verdict on each record and the reason for it.
 
-The exact model computes the verdicts, so the result shows where the topics contradict the verdicts. The
-search reads all topics from the beginning, but keeps only records with the ID in memory.
+The exact model computes the verdicts, so the result shows where the topics contradict the model. The search reads all
+topics from the beginning, but keeps only records with the ID in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dedup.verify.report import Report
 from dedup.verify.spill import scratch_directory
 
 _MOST_LISTED: Final = 1_000
-"""The maximum number of records that are listed for one ID; further records are only counted."""
+"""The maximum number of records that are listed for one ID. Further records are only counted."""
 WHY_GONE: Final = "the repartition topic no longer holds it, so its verdict is not known"
 WHY_OTHER: Final = (
     "the repartition topic does not hold it with this ID: it was deleted there, or the ID function has returned "
@@ -53,7 +53,7 @@ class ExplainedRecord:
     verdict: str
     """The model's verdict (unique, duplicate, late, dead_letter, exempt, or fail), or else `pending` or `purged`."""
     of: str | None = None
-    """The earlier record that a duplicate repeats, or from which a forwarded conflict differs."""
+    """The earlier record that a duplicate repeats or from which a forwarded conflict differs."""
     of_ms: int | None = None
     conflict: bool = False
     reason: str = ""
@@ -65,7 +65,7 @@ class ExplainedRecord:
     doubt: str = ""
     """The reason why the worker's verdict may have differed; empty if the verdict is certain."""
     wrong: str = ""
-    """How the topics contradict the verdict; empty if there is no contradiction."""
+    """A description of how the topics contradict the verdict; empty if they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Explanation:
     more: int = 0
     """The number of records that are not listed."""
     strays: list[str] = field(default_factory=list)
-    """Positions of written records with this ID that no listed record accounts for."""
+    """Positions of written records with this ID for which no listed record accounts."""
     sightings: list[Kept] = field(default_factory=list)
     whole: bool = True
     """True if the logs still contain every record that workers have judged."""
@@ -128,7 +128,7 @@ class _Search:
 def explain_id(
     topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress
 ) -> Explanation:
-    """Search the topics for a tracking ID; ``keys`` are the state keys that the text of the ID may stand for.
+    """Search the topics for a tracking ID. ``keys`` are the state keys that the text of the ID may represent.
 
     Raises StateIncompatible if the topology and the cluster do not match, BrokerUnavailable if the cluster cannot be
     read, and DedupError if the disk of the temporary directory is full.
@@ -147,7 +147,7 @@ def explain_id(
             _find_uncarried(search)
         _find_written(search)
         _find_sightings(search)
-        # The reads above have found which logs lost their beginning since the cut.
+        # The reads above show which logs have lost their beginning since the cut.
         logs = (*topology.source.topics, *topology.feeding_topics)
         found.whole = not cut.compacted.intersection(logs) and all(map(cut.whole, logs)) and not cut.starts
     # Records with the same event time stay in the order in which they were judged.
@@ -158,7 +158,7 @@ def explain_id(
 def _judge_logs(search: _Search) -> None:
     """Judge the records with the ID in each log that workers judge.
 
-    Workers delete old records of the repartition topic all the time, so a log may have to be read again.
+    Workers continuously delete old records of the repartition topic, so a log may have to be read again.
     """
     cut, keys = search.cut, search.keys
     if not cut.topology.direct:
@@ -184,7 +184,7 @@ def _source_rows(search: _Search, partition: int, output: WrittenPartition | Non
 
 
 def _judge(search: _Search, name: str, read: Callable[[], Iterator[Log]]) -> None:
-    """Add the records of a log to the result. If StartDeleted is raised, the result is as it was before."""
+    """Add the records of a log to the result. If StartDeleted is raised, the result is unchanged."""
     cut = search.cut
     model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
     listed, rows, more = len(search.found.records), len(search.rows), search.found.more
@@ -256,7 +256,7 @@ def _content(columns: RecordColumns, row: int, *, copies: bool) -> bytes:
 
 
 def _find_uncarried(search: _Search) -> None:
-    """Add to the result the ID's source records that are not yet, or no longer, in the repartition topic."""
+    """Add to the result the ID's source records that are not in the repartition topic yet, or no longer."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -286,8 +286,7 @@ def _find_written(search: _Search) -> None:
             content = digest_with(row.content, row.headers, 0)
             by_source.setdefault(content, []).append(explained)
     if cut.plan.flowed is not None:
-        # The scan has found the records that the flow made from each source record. It is valid for a flow to make no
-        # record.
+        # The scan has found the records that the flow made from each source record. A flow may also make no record.
         for row, explained in search.rows:
             sent = [] if row.flowed is None else row.flowed.sent
             explained.went += (cut.plan.flowed.place(each.target, each.partition, each.offset) for each in sent)
@@ -295,7 +294,7 @@ def _find_written(search: _Search) -> None:
                 explained.verdict = "pending, but written already"
     elif topology.output is not None:
         _match(search, topology.output.topic, wanted)
-        # A record that the rule forwards must be in the output, if the output is complete.
+        # If the output is complete, it must contain each record that the rule forwards.
         output = topology.output.topic
         unread = any(topic == output for topic, _ in cut.unread)
         for _, explained in [] if unread or output in cut.compacted or not cut.whole(output) else search.rows:
@@ -306,7 +305,7 @@ def _find_written(search: _Search) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    """Assign each written record to the source record that accounts for it, or count it as a stray."""
+    """Assign each written record to the source record that accounts for the written record, or list it as a stray."""
     for partition, columns, _, row in _records(search, topic, wanted, copies=copies):
         if not copies and forwarded_by_replay(columns.headers[row], search.cut.topology.source.topics):
             continue
@@ -316,7 +315,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
         if not free:
             search.found.strays.append(place)
             continue
-        # Equal records cannot be distinguished, so those that the rule forwards are matched first.
+        # Equal records cannot be distinguished, so the records that the rule forwards are matched first.
         first = min(free, key=lambda explained: explained.verdict not in {"unique", "exempt"})
         first.went.append(place)
         if first.verdict == "pending":
@@ -324,7 +323,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog, where only the last record with a key counts."""
+    """Find the ID's sightings in the changelog. Only the last record with each key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

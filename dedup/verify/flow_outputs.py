@@ -52,7 +52,7 @@ class FlowOutput(NamedTuple):
 
 
 class FlowOutputs:
-    """The flow of a topology, and the records in the topics that the flow sends to, indexed by source position."""
+    """The flow of a topology, and the records in the flow's target topics, indexed by source position."""
 
     def __init__(self, flow: Flow, topics: Sequence[str], directory: str) -> None:
         self.flow: Final = flow
@@ -62,7 +62,7 @@ class FlowOutputs:
         self.untimed: Final[set[int]] = set()
         """The topics whose timestamps come from a broker."""
         self.incomplete: Final[set[tuple[int, int]]] = set()
-        """The topics and partitions that may have lost records, or have a transaction that stays open."""
+        """The topics and partitions that may have lost records or that have a transaction that stays open."""
         self.replayed = 0
         """The number of records that `dedup replay` forwarded as late before the topology had a flow."""
         self._db: Final = sqlite3.connect(Path(directory) / _FILE, isolation_level=None)
@@ -139,9 +139,9 @@ class FlowOutputs:
         """Return the records that the flow must have sent for a record, or the fault if the flow fails.
 
         ``own`` is the record's ID, and ``position`` is its position in the source topics. If ``kept`` is given, each
-        result that has an unchanged key and goes to the first topic is written to the partition ``kept``. The key
-        determines the partition of every other result. The offset field of each result contains the result's number
-        among the flow's results, counted from 1.
+        result with an unchanged key that goes to the first topic is written to the partition ``kept``. The key
+        determines the partition of every other result. The offset field of each result contains its number among the
+        flow's results, counted from 1.
         """
         made = yielded(self.flow, record, self.topics)
         if isinstance(made, Fault):
@@ -182,7 +182,7 @@ class FlowOutputs:
         return not there
 
     def match(self, task: int, position: int, sent: Sequence[FlowOutput]) -> None:
-        """For `displaced`, store the records that a task made from the record at a position in the task's log."""
+        """Store, for `displaced`, the records that a task made from the record at a position in the task's log."""
         rows = [
             (task, each.target, each.partition, each.offset, position * MOST_PARTS + part)
             for part, each in enumerate(sent)
@@ -190,7 +190,7 @@ class FlowOutputs:
         self._db.executemany("INSERT INTO matched VALUES (?,?,?,?,?)", rows)
 
     def displaced(self) -> Iterator[str]:
-        """Yield the place of each record whose log position is not above that of the previously written record."""
+        """Yield the place of each record whose log position is not greater than the previously written record's."""
         for place in self._db.execute(_DISPLACED):
             yield self.place(*place)
 

@@ -45,7 +45,7 @@ _AGAIN: Final = frozenset(
     }
 )
 _LEADER_MOVED: Final = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
-"""The errors during a leader election, and before a broker has learned that it leads a partition of a new topic."""
+"""The errors during a leader election, and before a new topic's leader has learned of its role."""
 _NO_HEADERS: Final[Headers] = ()
 _ask_error: Final = methodcaller("error")
 _ask_offset: Final = methodcaller("offset")
@@ -60,7 +60,7 @@ _APPEND_TIME: Final = 2
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Suspend the garbage collector, which would repeatedly traverse millions of tuples that form no cycles."""
+    """Suspend the garbage collector, which would repeatedly traverse millions of tuples without reference cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -80,7 +80,7 @@ class Bounds:
     start_deleted: bool
     """True if records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Number of offsets below ``low`` that still exist but are not checked, because they precede a reset."""
+    """The number of offsets below ``low`` that still exist but are not checked, because they precede a reset."""
 
 
 @dataclass(slots=True)
@@ -138,14 +138,15 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
     """Return the headers of each message, and the offsets of messages with unreadable header names.
 
     For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a second
-    call, the client returns the list without an error. Therefore, `headers` is called only once per message, through
-    `methodcaller`, which checks for the error. CPython's specialized call instructions (PEP 659) would skip this check.
+    call, the client returns the list without an error. Therefore, this function calls `headers` only once per message,
+    through `methodcaller`, which checks for the error. CPython's specialized call instructions (PEP 659) would skip
+    this check.
     """
     found: list[Headers] = []
     odd: set[int] = set()
     while len(found) < len(messages):
         try:
-            # If a message raises an error, the headers of the messages before it are already in `found`.
+            # If a message raises an error, the headers of the previous messages are already in `found`.
             found.extend(map(_ask_headers, islice(messages, len(found), None)))
         except (SystemError, UnicodeDecodeError) as error:
             if not isinstance(error.__cause__ or error, UnicodeDecodeError):
@@ -160,7 +161,7 @@ class OpenTransaction(Exception):  # This exception describes a partition, and i
 
 
 class StartDeleted(BrokerUnavailable):
-    """Raised if the next offset to read was deleted, by retention or by hand; ``low`` is the first offset left."""
+    """Raised if the next offset to read was deleted, by retention or by hand. ``low`` is the first remaining offset."""
 
     def __init__(self, topic: str, partition: int, low: int) -> None:
         super().__init__(
@@ -180,7 +181,7 @@ Read = Callable[[str, int, int, int], Iterable[RecordColumns]]
 def read_left(
     read: Read, deleted: Callable[[StartDeleted], object], topic: str, partition: int, start: int, end: int
 ) -> Iterator[RecordColumns]:
-    """Do the same as ``read``, but go on behind records that are deleted meanwhile, and call ``deleted`` each time."""
+    """Do the same as ``read``, but skip records that are deleted during the read, and call ``deleted`` each time."""
     while True:
         try:
             yield from read(topic, partition, start, end)
@@ -233,10 +234,10 @@ class KafkaReader:
         """Return the partition count of each topic, or 0 for a topic that does not exist."""
         wanted = list(topics)
         try:
-            # Unlike an admin client's request, this one gives the consumer the metadata for its later reads.
+            # Unlike an admin client's request, this request gives the consumer the metadata for its later reads.
             known = dict(self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics)
             for topic in (name for name in wanted if name not in known):
-                # A list of all topics lacks those that the principal may not describe.
+                # A list of all topics lacks the topics that the principal may not describe.
                 found = self._consumer.list_topics(topic, timeout=_ANSWER_WITHIN_S).topics[topic]
                 if found.error is not None and found.error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     raise KafkaException(found.error)
@@ -272,7 +273,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return the names of the compacted topics, whose logs may lack records at any offset."""
+        """Return the names of the compacted topics. Their logs may lack records at any offset."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -287,16 +288,16 @@ class KafkaReader:
         return frozenset(found)
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
-        """Return the offset of the first record at or after ``time_ms``, or None if there is no such record."""
+        """Return the offset of the first record at or after ``time_ms``, or None if no such record exists."""
         found = self._list_offsets(topic, [partition], OffsetSpec.for_timestamp(time_ms))[partition]
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Map each partition to the group's committed offset; partitions without a committed offset are absent.
+        """Map each partition to the group's committed offset. Partitions without a committed offset are absent.
 
         The offsets may be from different times. The client (2.16.0) answers a request only when no transaction is about
-        to change one of its offsets, and many busy partitions have no such moment in common. Therefore, if the offsets
-        of all partitions are not known soon, each partition is asked for alone.
+        to change one of the requested offsets. With many busy partitions, such a moment may never come. Therefore, if
+        the offsets of all partitions are not known soon, each partition's offset is requested separately.
         """
         left = [TopicPartition(topic, partition) for partition in partitions]
         found: dict[int, int] = {}
@@ -314,7 +315,7 @@ class KafkaReader:
                 doing = f"reading the offsets of group {group}"
                 raise self._unavailable(doing, KafkaException(refusal or errors[0]))
             else:
-                left.append(left.pop(0))  # Others may have answers by now.
+                left.append(left.pop(0))  # Other partitions may have answers by now.
                 time.sleep(_POLL_S)
             asked, within_s = left[:1], _ANSWER_WITHIN_S
         return {partition: offset for partition, offset in found.items() if offset >= 0}
@@ -338,7 +339,7 @@ class KafkaReader:
         return found, [place.error for place in found if place.error is not None]
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Return whether there is a record in the offsets [start, end), even if its transaction is still open."""
+        """Return whether the offsets [start, end) contain a record, even if its transaction is still open."""
         stable = self.stable_ends(topic, [partition])[partition]
         return stable < end or next(self.read(topic, partition, start, end), None) is not None
 
@@ -355,7 +356,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                # Wait only for the first message, because a partition may end with markers instead of more records.
+                # Wait only for the first message, because a partition may end with markers instead of further records.
                 messages = self._consumer.consume(1, _POLL_S)
                 if messages and end - reached > 1:
                     messages += self._consumer.consume(min(_BATCH, end - reached) - 1, 0)
@@ -394,13 +395,13 @@ class KafkaReader:
         return kept, reached
 
     def _event(self, message: Message, begin: int) -> int:
-        """Return the next offset to read if the message reports the end of the partition, or else -1.
+        """Return the next offset to read if the message reports the end of the partition, or -1 otherwise.
 
-        Raises StartDeleted if the message reports that records from the offset ``begin`` on were deleted.
+        Raises StartDeleted if the message reports that records at and after the offset ``begin`` were deleted.
         """
         error = message.error()
         if error is None or error.retriable() or error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-            # librdkafka looks for a coordinator, although these reads use no group.
+            # librdkafka looks for a coordinator, even though these reads use no group.
             return -1
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name for this
             # The offset of this event is the next offset, after any markers and aborted records at the end.
@@ -462,7 +463,7 @@ def client_config(settings: Settings) -> dict[str, Any]:
         "ssl.key.location": security.key_file,
         "ssl.key.password": security.key_password and security.key_password.get_secret_value(),
     }
-    # Without `log_level`, librdkafka logs to stderr. The client also reports every important problem as an error.
+    # Without `log_level`, librdkafka would log to stderr. The client also reports every important problem as an error.
     config: dict[str, Any] = {"log_level": 0, "client.id": "dedup-verify"}
     config.update({name: str(value) for name, value in wanted.items() if value is not None})
     if by_token and security.password is not None:

@@ -42,7 +42,7 @@ _NEEDS_NO_SCHEMA: Final = FRAMING_FAULTS | {SCHEMA_UNKNOWN}
 """The reasons of dead letters that can be checked without the record's schema."""
 
 DoubtBy = Literal["", "clock", "schema"]
-"""Why there is doubt: records were deleted, an event time may have been clamped, or a schema was deleted."""
+"""The cause of a doubt: records were deleted, an event time may have been clamped, or a schema was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Plan:
     late: SideTopic | None
     dead_letters: SideTopic
     late_digests: set[bytes] | None = None
-    """The digests of all records that were forwarded as late, or None if these records are unknown."""
+    """The digests of all records that were forwarded as late, or None if they are unknown."""
     output_stamped: bool = True
     """True if the output keeps the records' timestamps (CreateTime), so that the timestamps can be compared."""
     flowed: FlowOutputs | None = None
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def sides(self) -> list[SideTopic]:
-        """The late topic, if there is one, and the dead-letter topic."""
+        """The late topic, if any, and the dead-letter topic."""
         return [side for side in (self.late, self.dead_letters) if side is not None]
 
     def give_back(self, feed: Feed | None = None) -> None:
@@ -110,13 +110,15 @@ class Odd(NamedTuple):
     before_ms: int = BEFORE_ALL_TIME
     """Stream time before this record was judged."""
     doubt_ms: int | None = None
-    """The event time up to which sightings may be unknown because their records were lost; None if all are known."""
+    """The event time up to which sightings may be unknown because their records were lost; None if all sightings are
+    known.
+    """
     doubt_by: DoubtBy = ""
     late: Filed | None = None
     letter: Filed | None = None
     """The record's entry in the dead-letter topic, or None without an entry."""
     stand_in: bytes = b""
-    """The digest that a worker wrote to a side topic in place of a value that was too large; otherwise empty."""
+    """The digest that a worker wrote to a side topic in place of an oversized value; otherwise empty."""
     schema: str = ""
     """The ID of the record's schema if the record cannot be judged again because the schema was deleted."""
 
@@ -146,7 +148,7 @@ class Flowed(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A record of a log, with everything that its verdict depends on except the other records with the same ID."""
+    """A record of a log, with everything that affects its verdict except the other records with the same ID."""
 
     position: int
     """The offset in the log."""
@@ -200,7 +202,7 @@ class Log(NamedTuple):
 
     @classmethod
     def of(cls, *rows: Sequence[object]) -> Self:
-        """Return these rows as columns; a row may consist of the plain values that a spill stores."""
+        """Return these rows as columns. A row may consist of the plain values that a spill stores."""
         columns: list[Any] = list(map(list, zip(*rows, strict=True))) if rows else [[]] * len(Row._fields)
         position, source, content, headers, timestamp_ms, own, time_ms, fingerprint, after_ms, odd, flowed = columns
         numbers = np.array([position, *np.reshape(source, (-1, 3)).T, timestamp_ms, time_ms, after_ms], np.int64)
@@ -315,7 +317,7 @@ def stream_times(
     """Return stream time after each record, as `ReferenceModel.judge` calculates it, and advance the model accordingly.
 
     The records at ``unjudged`` have a fault or no ID. The records at ``letters`` are dead letters according to the
-    dead-letter topic. Like every other record, all these records wake their feed.
+    dead-letter topic. Like all other records, these records wake their feed.
     """
     count = len(feeds)
     marker, judged = np.zeros(count, bool), times_ms >= 0
@@ -372,7 +374,7 @@ class LogScan:
         self._model: Final = ReferenceModel(plan.rules, feeds)
         """A model that judges all records under one artificial ID, only to compute stream time."""
         self._doubt_ms: int | None = None
-        """The event time up to which sightings may be unknown, or None if all are known."""
+        """The event time up to which sightings may be unknown, or None if all sightings are known."""
         self._doubt_by: DoubtBy = ""
         self._anchored = from_start
         """False while unknown records may have moved stream time to any value."""
@@ -396,7 +398,7 @@ class LogScan:
         extracted = extracted_of(plan.extract, columns)
         late = plan.late.take(sources) if plan.late is not None else {}
         letters = plan.dead_letters.take(sources)
-        # If only some IDs are wanted, no other record is compared, so the digests of other records are not needed.
+        # If only some IDs are wanted, no other records are compared, so their digests are not needed.
         wanted = None if only is None else [at for at, own in enumerate(extracted.ids) if own in only]
         contents = contents_of(columns.keys, columns.values) if wanted is None else _some(columns, wanted)
         batch = _Batch(columns, sources, extracted, contents, late, letters, pending, _flowed(plan, columns, sources))
@@ -409,7 +411,7 @@ class LogScan:
         return log.at(np.array([at for at in rows if at not in idle_rows], np.int64))
 
     def _one_by_one(self, batch: _Batch, idle_rows: Collection[int]) -> Log:
-        """Return the rows of a log with unknown records, with the doubt about each record's verdict."""
+        """Return the rows of a log with unknown records, including the doubt about each record's verdict."""
         after_ms, odd = np.empty(len(batch.sources), np.int64), list[Odd | None]()
         odd_rows = batch.odd_rows(self._plan)
         for at, source in enumerate(batch.sources):
@@ -433,7 +435,7 @@ class LogScan:
         judged = record.id is not None and record.time_ms >= 0 and letter is None
         can_anchor = judged and self._anchors and not self._anchored
         if can_anchor and not self._perhaps_late(batch.original(at), batch.late):
-            # The record was unique, or a duplicate of a sighting that was still kept, regardless of the record's age.
+            # The record, regardless of its age, was unique or a duplicate of a sighting that was still kept.
             rules = plan.rules
             longest_ms = rules.extend_at_most_ms if rules.extend else 0
             self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
@@ -445,10 +447,10 @@ class LogScan:
         return self._doubt_ms
 
     def _lose(self, timestamp_ms: int) -> None:
-        """Note that a record of unknown ID was judged, which may have advanced stream time."""
+        """Note that a record with an unknown ID was judged, which may have advanced stream time."""
         topology, self._doubt_by = self._plan.topology, "schema"
         if isinstance(topology.event_time, FieldTime) or not (topology.direct or self._plan.dead_letters.complete):
-            # With several feeds, the event time of a record does not bound the event times of other feeds.
+            # With several feeds, a record's event time does not limit the event times of other feeds.
             self._anchored, self._anchors = False, self._anchors and topology.direct
         else:
             self._doubt_from(timestamp_ms)
@@ -492,7 +494,7 @@ class LogScan:
         self._model.sightings.clear()
 
     def _perhaps_late(self, original: Original, late: Mapping[SourceTuple, Filed]) -> bool:
-        """Return whether a record was late. If no topic shows that, return whether the record may have been late."""
+        """Return whether a record was late. If no topic shows this, return whether the record may have been late."""
         plan = self._plan
         if plan.late is not None:
             return original.source in late or not plan.late.complete

@@ -18,7 +18,7 @@ _SHORTEST_NAME: Final = 12
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
 WIDTH, LEFT = 960, 64
-"""The width, in pixels, of a plot, and of the labels on the plot's left side."""
+"""The widths, in pixels, of a plot and of the labels on its left side."""
 _HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = (
@@ -98,13 +98,13 @@ def _books(report: Report, places: Sequence[str], *, with_lines: bool = True) ->
 
 
 def _shown(report: Report) -> list[int]:
-    """Return the numbers of the columns to show, without empty ones that would take space on a narrow terminal."""
+    """Return the numbers of the columns to show, without empty columns that would take space on a narrow terminal."""
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
     return [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
 
 
 def _too_wide(table: Table, console: Console) -> int:
-    """Return by how many terminal columns a table exceeds the width of the terminal."""
+    """Return the number of terminal columns by which a table is too wide for the terminal."""
     return console.measure(table, options=console.options.update(width=1_000)).maximum - console.width
 
 
@@ -153,7 +153,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return an HTML page of the nonempty parts, with a dark and a light color scheme."""
+    """Return an HTML page that consists of the nonempty parts, with a dark and a light color scheme."""
     head = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",

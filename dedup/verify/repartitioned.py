@@ -55,7 +55,9 @@ from dedup.verify.report import Books
 from dedup.verify.spill import BUCKET_ROWS, Spill, buckets_for, places_of
 
 _APPENDED: Final = 2
-"""The number of headers that a repartition task appends: the source position or the idle feed, and the timestamp."""
+"""The number of headers that a repartition task appends: one for the source position or the idle feed, and one for the
+timestamp.
+"""
 WHY_COMPACTED_OUTPUT: Final = "compaction may have removed them from the output"
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_OTHER_ID: Final = (
@@ -86,11 +88,11 @@ class _Step:
     unseen: Spill
     """Records that are absent from an incomplete output, as (task, position, source position)."""
     passed: Spill | None
-    """The source position of each record in the repartition topic, and what the repartition task extracted; None if the
-    task does not pass on what it extracts.
+    """The source position of each record in the repartition topic, and the values that the repartition task extracted;
+    None if the task does not pass on these values.
     """
     returned: Spill | None
-    """The source position of each source record, and what is extracted now; None if `passed` is None."""
+    """The source position of each source record, and the values that are extracted now; None if `passed` is None."""
     purged: frozenset[int]
     """The partitions of the repartition topic that have lost their beginning."""
     firsts: dict[Feed, int] = field(default_factory=dict)
@@ -119,7 +121,7 @@ def verify_repartitioned(cut: Cut) -> None:
     topics = (log, *cut.topology.source.topics)
     buckets = buckets_for(sum(bounds.high - bounds.low for topic in topics for bounds in cut.bounds[topic].values()))
     written = _output_of(cut, buckets)
-    cut.look_again(log)  # Workers delete old records of this topic all the time.
+    cut.look_again(log)  # Workers continuously delete old records of this topic.
     step = cut.again(partial(_read_logs, cut, buckets), partial(_undo, cut))
     copied = {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()}
     copies = Copies(cut, buckets, copied, known=True, purged=step.purged)
@@ -159,16 +161,16 @@ def _read_logs(cut: Cut, buckets: int) -> _Step:
 
 
 def _undo(cut: Cut) -> None:
-    """Undo what `_read_logs` took, and find all partitions that have lost their beginning since."""
+    """Return the evidence that `_read_logs` took, and find the partitions that have lost their beginning since."""
     cut.plan.give_back()
     cut.look_again(cut.topology.repartition_topic)
 
 
 def _output_of(cut: Cut, buckets: int) -> list[WrittenPartition]:
-    """Return the partitions of the output, or an empty list if there is no output, or if a flow writes to it."""
+    """Return the partitions of the output, or an empty list if there is no output or a flow writes to it."""
     output, written, stamped = cut.topology.output, list[WrittenPartition](), not cut.plan.clamps_timestamps
     if output is not None and cut.plan.flowed is None:
-        # A topic that does not exist lacks every record, like an empty one.
+        # A topic that does not exist lacks every record, like an empty topic.
         cut.bounds[output.topic].setdefault(0, Bounds(0, 0, start_deleted=False))
         numbers = sorted(cut.bounds[output.topic])
         written = [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
@@ -206,7 +208,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
                 step.firsts[feed[0], feed[1]] = min(offset, step.firsts.get((feed[0], feed[1]), offset))
         whole = digests(kept.contents, kept.headers, kept.timestamps_ms)
         step.carried.add(_places(kept.topics, kept.partitions, kept.offsets), [*kept[1:4], whole])
-    spill.flush()  # Many partitions are read in turn, so no partition keeps rows in memory.
+    spill.flush()  # Many partitions are read one after another, so no partition keeps rows in memory.
 
 
 def _places(topics: Column, partitions: Column, offsets: Column) -> Column:
@@ -240,7 +242,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
     """Reconstruct the source records, and return their source positions and the rows of idle markers."""
     idle_rows: set[int] = set()
     tails = list(map(itemgetter(slice(-_APPENDED, None)), columns.headers))
-    # Most records are not idle markers, and the headers of these records are read as whole columns.
+    # Most records are not idle markers, and their headers are read as whole columns.
     records = [row for row, tail in enumerate(tails) if tail and tail[0][0] == SOURCE_HEADER]
     found = _positions_at_once([tails[row] for row in records], tuple(cut.topology.source.topics))
     of_row: dict[int, SourceTuple] = {}
@@ -259,7 +261,7 @@ def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> tuple[list[Sour
             cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
         if source is None or marker is not None:
             idle_rows.add(row)
-            # No source record has offset -1, so no record of a side topic is matched with the marker.
+            # No source record has offset -1, so no record of a side topic can match the marker.
             source = (source or Source(0, 0, -1))._replace(offset=-1)
         columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
         of_row[row] = source
@@ -310,19 +312,19 @@ def _read_sources(cut: Cut, step: _Step) -> None:
             cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - cut.bounds[topic][partition].low))
         for columns in read_left(cut.read_judged, cut.begin_later, topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scan)
-        # No order is compared here, so what was read before later records were deleted counts as well.
+        # Order is not compared here, so records that were read before a deletion also count.
         step.spans[feed] = (max(start, cut.bounds[topic][partition].low), committed)
 
 
 def _start_of(cut: Cut, step: _Step, feed: Feed) -> tuple[int, bool]:
-    """Return the first offset of a source partition that was read, and whether the topology determines it."""
+    """Return the first offset that was read of a source partition, and whether the topology determines this offset."""
     topic, partition = cut.topology.source.topics[feed[0]], feed[1]
     start = cut.configured_start(topic, partition)
     if start is not None and (partition in cut.begins[topic] or cut.topology.source.start == "earliest"):
         return start, True
-    # `latest` stores no offset. A start time stores none either: the first record at or after the time may have come
-    # later than a record that was read, or may have been deleted since. What was read is in the repartition topic, or
-    # the repartition step has made it a dead letter.
+    # Neither `latest` nor a start time stores an offset. The first record at or after a start time may have come later
+    # than a record that was read, or may have been deleted since. Each record that was read is in the repartition topic
+    # or was made a dead letter by the repartition step.
     bounds, letter = cut.bounds[topic][partition], cut.plan.dead_letters.first_offset(feed)
     first = min(step.firsts.get(feed, bounds.high), bounds.high if letter is None else letter)
     return max(bounds.low, first if start is None else min(start, first)), start is not None
@@ -342,14 +344,14 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
     if step.returned is not None:
         now = [passed_on(own or extracted.faults[row]) for row, own in enumerate(extracted.ids)]
         step.returned.add(_places(topics, partitions, offsets), (topics, partitions, offsets, now))
-    # Only a record that the repartition topic may have lost is looked up by its ID.
+    # Only records that the repartition topic may have lost are looked up by ID.
     ids: list[bytes | None] = extracted.ids if step.purged else [None] * len(contents)
     whole = digests(contents, columns.headers, timestamps_ms)
     judged = _Judged(topics, partitions, offsets, np.array(extracted.times_ms, np.int64), whole, ids, faulty)
     if cut.sample > 1:
         sampled = cut.sampled(extracted.ids, contents)
         others = np.delete(offsets, sampled).tolist()
-        cut.plan.dead_letters.take([(*feed, offset) for offset in others])  # They are not compared, and no phantoms.
+        cut.plan.dead_letters.take([(*feed, offset) for offset in others])  # They are not compared or reported.
         judged = selected(judged, sampled)
     step.judged.add(_places(judged.topics, judged.partitions, judged.offsets), judged)
 
@@ -384,7 +386,7 @@ def _compare_ids(cut: Cut, before: Spill, after: Spill, number: int) -> None:
     passed = dict(zip(zip(*(each.tolist() for each in columns), strict=True), found, strict=True))
     *columns, found = after.bucket(number)
     places = zip(*(each.tolist() for each in columns), strict=True)
-    # Two faults are not compared, because their texts may contain addresses.
+    # Faults are not compared with each other, because their texts may contain addresses.
     pairs = ((passed.get(place) or now, now) for place, now in zip(places, found, strict=True))
     other = sum(was != now and not was[:1] == now[:1] == b"[" and not _schema_gone(now) for was, now in pairs)
     if other:
@@ -396,7 +398,7 @@ def _schema_gone(found: bytes) -> bool:
 
 
 def _account_absent(cut: Cut, step: _Step, source: Source, judged: _Judged) -> None:
-    """Account for a source record that is not in the repartition topic; ``judged`` contains only this record."""
+    """Account for a source record that is not in the repartition topic. ``judged`` contains only this record."""
     (faulty,), (own,) = judged.faulty, judged.ids
     if faulty is not None:
         log = Log.of(faulty)
@@ -512,7 +514,7 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _check_owners(cut: Cut, books: Books, log: Log, owners: dict[bytes | None, int]) -> None:
-    """If an ID also occurs in another partition, report it, because two tasks have judged the ID's records."""
+    """Report an ID that also occurs in another partition, because two tasks have judged the ID's records."""
     ids = dict.fromkeys(log.ids, books.partition)
     ids.pop(None, None)
     for own in ids.keys() & owners.keys():

@@ -62,12 +62,14 @@ def by_evidence(topology: Topology) -> dict[str, str]:
 
 
 def why_doubted(row: Row) -> str:
-    """Return why the verdict on a record may be wrong, for a record with a `doubt_ms`."""
+    """Return the reason why the verdict on a record with a `doubt_ms` may be wrong."""
     return _WHY_DOUBT[row.odd.doubt_by]
 
 
 def copy_digest(plan: Plan, content: bytes, headers: Headers, first_ms: int, first: SourceTuple) -> bytes:
-    """Return a duplicate's digest in the duplicates or conflicts topic, where headers name the first sighting."""
+    """Return a duplicate's digest in the duplicates or conflicts topic, including the headers that name the first
+    sighting.
+    """
     added = [(FIRST_TIME_HEADER, b"%d" % first_ms), (FIRST_SOURCE_HEADER, position(plan, first))]
     return digest_with(content, [*headers, *added], 0)
 
@@ -93,7 +95,7 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether a worker's verdict may differ from the model's; if so, note that the record's ID is in doubt.
+        """Return whether a worker's verdict may differ from the model's. If so, note that the record's ID is in doubt.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -118,7 +120,7 @@ class TaskReplay:
         self.copies: Final[dict[CopyKind, Expected]] = {"duplicates": Expected(), "conflicts": Expected()}
         """The records that the task must have written to the duplicates and conflicts topics."""
         self.uncertain = False
-        """True if some verdict is not the only possible one, so that the counts may differ."""
+        """True if another verdict on some record is possible, so that the counts may differ."""
         self._plan: Final = plan
         self._report: Final = report
         self._model: Final = ReferenceModel(plan.rules, feeds)
@@ -132,14 +134,15 @@ class TaskReplay:
         self.in_order = True
         """False if the positions in this log do not determine the order of the written records."""
         self.schema_gone = False
-        """True if a record cannot be judged again because its schema was deleted, or if a verdict depends on one.
+        """True if a record cannot be judged again because its schema was deleted, or if a verdict depends on such a
+        record.
 
-        Equal records then may have swapped verdicts, so the order of optional records proves nothing.
+        Equal records may then have swapped verdicts, so the order of optional records proves nothing.
         """
         self.unknown_copies: Final[Counter[bytes]] = Counter()
-        """The contents of the records that cannot be judged again, and that may be in a topic of copies."""
+        """The contents of the records that cannot be judged again and that may be in a topic of copies."""
         self._forget_at: Final[dict[bytes, int]] = {}
-        """Maps each frequent ID to the number of sightings at which its expired sightings are dropped."""
+        """Maps each frequent ID to the number of sightings at which the ID's expired sightings are dropped."""
 
     def take(self, log: Log) -> None:
         """Judge all records of this bucket of the log."""
@@ -178,7 +181,7 @@ class TaskReplay:
         return ~special[first]
 
     def _judge_at_once(self, log: Log) -> None:
-        """Count the records that `_at_a_glance` selects; expect each in the output or, as a copy, in `duplicates`."""
+        """Count the records that `_at_a_glance` selects, and expect each in the output or as a copy in `duplicates`."""
         first = _first_rows(log)
         unique = first == np.arange(len(log.ids))
         forwarded, repeated = log.at(np.flatnonzero(unique)), log.at(np.flatnonzero(~unique))
@@ -195,7 +198,7 @@ class TaskReplay:
         self._report.timeline.add_all("duplicates", repeated.times_ms)
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop the expired sightings of a frequent ID, because every sighting makes judging the ID slower."""
+        """Drop the expired sightings of a frequent ID, because every sighting slows down the judging of the ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -225,7 +228,7 @@ class TaskReplay:
             self._dead_by_evidence(row, row.odd.letter)
             return
         source = row.source
-        # Stream time depends on the whole log, not only on the records of this bucket.
+        # The whole log, not only this bucket, determines stream time.
         self._model.stream_time_ms = row.after_ms
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.odd.fault))
         certain = self._certain(row, verdict)
@@ -255,7 +258,7 @@ class TaskReplay:
                 self._violation("unbalanced", row, f"{text}, but the offset after it is committed")
 
     def _unjudged(self, row: Row) -> None:
-        """Account for a record with a deleted schema. Its ID is unknown, and its event time may be unknown, too."""
+        """Account for a record with a deleted schema. Its ID is unknown, and its event time may also be unknown."""
         self.schema_gone, letter, late = True, row.odd.letter, row.odd.late
         self._unprovable(WHY_SCHEMA_GONE)
         if letter is not None:
@@ -272,7 +275,7 @@ class TaskReplay:
                 self.forwarded.others.append(self._wanted(row, forwarded_digest(self._plan, row, why), certain=False))
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
-        """Return whether only this verdict is possible; otherwise, count the record as not provable."""
+        """Return whether no other verdict is possible. Otherwise, count the record as not provable."""
         if self._pending:
             return False
         if row.odd.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
@@ -292,7 +295,7 @@ class TaskReplay:
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
         """Check the dead letter of a record without a fault.
 
-        Such a dead letter is caused by a broker, a registry, a clock, or a flow.
+        A broker, a registry, a clock, or a flow causes such a dead letter.
         """
         far_ahead = row.time_ms > row.odd.before_ms + self._plan.topology.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
@@ -305,8 +308,8 @@ class TaskReplay:
             self._unprovable(why)
             self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.odd.before_ms:
-            # The record was judged before the dead letter was appended. If the dead letter was appended late enough, a
-            # worker's clock may have accepted the record's event time.
+            # The record was judged before its dead letter was appended. If the append time is late enough, a worker's
+            # clock may have accepted the record's event time.
             skew_ms = self._plan.topology.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append) or row.odd.doubt_by == "schema":
@@ -318,7 +321,7 @@ class TaskReplay:
         self._count_dead(row)
 
     def _by_evidence(self, letter: Filed, code: str | None) -> str | None:
-        """Return why the dead letter of a record with this fault needs no proof, or None if it needs proof."""
+        """Return the reason why a dead letter of a record with this fault needs no proof, or None if it does."""
         if letter.reason == SCHEMA_UNKNOWN and code in FRAMING_FAULTS:
             return None
         return by_evidence(self._plan.topology).get(letter.reason)
@@ -329,7 +332,7 @@ class TaskReplay:
         return ["", *late, *(["conflict"] if self._plan.rules.on_conflict == "forward" else [])]
 
     def _flow_made(self, row: Row, why: str) -> list[FlowOutput] | Fault:
-        """Return what the flow yields for a record with the verdict ``why``; report a violation if two runs differ."""
+        """Return the flow's result for a record with the verdict ``why``. Report a violation if two runs differ."""
         plan, flowed, kept = self._plan, self._plan.flowed, row.flowed
         if flowed is None or kept is None:
             return []
@@ -344,7 +347,7 @@ class TaskReplay:
         return made
 
     def _compare_flow(self, row: Row, kept: Flowed, flowed: FlowOutputs) -> None:
-        """Compare the records that the flow should have sent for a source record with those that the flow sent."""
+        """Compare the records that the flow sent for a source record with the records that it should have sent."""
         whys, certain = self._flow_may
         options = [self._flow_made(row, why) for why in whys]
         if not self._pending:
@@ -400,7 +403,7 @@ class TaskReplay:
     def _expect(self, row: Row, why: str | None, *, certain: bool) -> None:
         """Add a record, with the verdict ``why`` in its header, to the records that are expected in the output.
 
-        If ``why`` is None, the model does not forward the record. Unless the verdict is ``certain``, the record may
+        If ``why`` is None, the model does not forward the record. If the verdict is not ``certain``, the record may
         instead have been forwarded with any other verdict, or not at all.
         """
         whys = set() if why is None else {why}
@@ -421,7 +424,7 @@ class TaskReplay:
 
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
-            # The record may have been the first one with its ID.
+            # The record may have been the first record with its ID.
             self._expect(row, None, certain=False)
         topology, first = self._plan.topology, verdict.of
         kind: CopyKind = "conflicts" if verdict.conflict and topology.conflicts is not None else "duplicates"
@@ -473,7 +476,7 @@ class TaskReplay:
         self._count("dead_letters", row.time_ms if dated else None)
 
     def _count(self, outcome: str, time_ms: int | None) -> None:
-        """Count a judged record in the books and the timeline; ``outcome`` is the name of a field in `Books`."""
+        """Count a judged record in the books and the timeline. ``outcome`` is the name of a field in `Books`."""
         if not self._pending:
             setattr(self.books, outcome, getattr(self.books, outcome) + 1)
             self._report.timeline.add(outcome, time_ms)

@@ -53,7 +53,7 @@ class Violation:
 
 @dataclass(slots=True)
 class GoneSchema:
-    """The records whose schema is neither in the schema registry nor among the exported schemas any more."""
+    """The records whose schema is no longer in the schema registry or among the exported schemas."""
 
     records: int = 0
     first: list[str] = field(default_factory=list)
@@ -70,11 +70,11 @@ class Books:
     unique: int = 0
     """The number of records that were forwarded as the first record with their ID, including forwarded conflicts."""
     exempt: int = 0
-    """The number of records without an ID or a value that are marked and forwarded without being judged."""
+    """The number of records without an ID or a value that are marked and forwarded, but not judged."""
     filtered: int = 0
-    """The number of forwarded records for which the flow yields nothing, according to the replay."""
+    """The number of forwarded records for which the flow yields nothing in the replay."""
     sent_on: int = 0
-    """The number of source records for which the topics hold at least one record that the flow made.
+    """The number of source records from which the flow made at least one record in the topics.
 
     With a flow, every forwarded record is in ``filtered`` or ``sent_on``, unless it is lost or not provable.
     """
@@ -84,17 +84,18 @@ class Books:
     late: int = 0
     dead_letters: int = 0
     unjudged: int = 0
-    """The number of records in ``not_provable`` whose verdict and result are unknown, because a schema was deleted."""
+    """The number of records in ``not_provable`` whose verdict and result are unknown because a schema was deleted."""
     replayed: int = 0
     """The number of records in ``read`` that were sent again by ``dedup replay``."""
     pending: int = 0
-    """The number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they hold no record."""
+    """The number of offsets from the committed offset to the end, as in `dedup status`, or 0 if they contain no record.
+    """
     skipped: int = 0
     """The number of offsets that were never judged, because they precede the topology's start."""
     not_provable: int = 0
     """The number of records in ``read`` for which the log alone cannot show that the verdict was right."""
     ended: int | None = None
-    """The number of records that ended up in a topic or were correctly dropped; None if the number is unknown."""
+    """The number of records that were written to a topic or correctly dropped; None if the number is unknown."""
 
     @property
     def balanced(self) -> bool:
@@ -105,7 +106,7 @@ class Books:
 
 @dataclass(slots=True)
 class Timeline:
-    """The number of verdicts over event time, in at most a few hundred steps for any time span."""
+    """The number of verdicts over event time, in at most a few hundred steps regardless of the time span."""
 
     step_ms: int = _FIRST_BUCKET_MS
     counts: dict[int, list[int]] = field(default_factory=dict)
@@ -144,7 +145,8 @@ class Report:
     topology: str
     cluster: str
     method: str
-    """A text that says which parts were replayed, and which could only be checked without regard to order."""
+    """A description of the parts that were replayed, and of those that could only be checked without regard to order.
+    """
     started_at_ms: int
     seconds: float = 0.0
     books: list[Books] = field(default_factory=list)
@@ -162,7 +164,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if no violation was found; a record that is not provable does not count as a violation."""
+        """True if no violation was found. A record that is not provable does not count as a violation."""
         return not any(self.counts.values())
 
     @property
@@ -171,7 +173,9 @@ class Report:
         return sum(books.read for books in self.books)
 
     def copy(self) -> Report:
-        """Return a copy for `restore`. It shares the books and the timeline, which reading a log does not change."""
+        """Return a copy for `restore`. The copy shares the books and the timeline, because reading a log does not
+        change them.
+        """
         gone = deepcopy(self.schemas_gone)
         counts, why = dict(self.counts), dict(self.not_provable)
         return replace(
@@ -179,7 +183,7 @@ class Report:
         )
 
     def restore(self, earlier: Report) -> None:
-        """Set everything to what it was when `copy` returned ``earlier``."""
+        """Restore the state in which `copy` returned ``earlier``."""
         for each in fields(self):
             setattr(self, each.name, getattr(earlier, each.name))
 
@@ -202,7 +206,9 @@ class Report:
             gone.first.append(place)
 
     def lacking(self) -> list[str]:
-        """Return one sentence for each deleted schema: its ID, the number of its records, and the first of them."""
+        """Return one sentence for each deleted schema: the schema's ID, the number of its records, and the first of
+        these records.
+        """
         return [
             f"schema {schema} was deleted; records with this schema: {gone.records:,} (first: {', '.join(gone.first)}"
             + (", …)" if gone.records > len(gone.first) else ")")
@@ -222,7 +228,7 @@ class Report:
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
 
     def blind_spots(self) -> list[str]:
-        """Return sentences about what a sample cannot show, or an empty list if all records were judged."""
+        """Return sentences about the limits of a sample, or an empty list if all records were judged."""
         if self.sample == 1:
             return []
         sampled = (

@@ -32,7 +32,7 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 @contextmanager
 def scratch_directory(prefix: str, parent: Path | None) -> Iterator[str]:
-    """Yield a new directory in ``parent``, or in the default one, for temporary files, and delete it at the end.
+    """Yield a new directory for temporary files in ``parent`` or the default directory, and delete it at the end.
 
     Raises DedupError if the disk is full.
     """
@@ -53,7 +53,7 @@ def scratch_directory(prefix: str, parent: Path | None) -> Iterator[str]:
 def _default() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # Python has tried to write a file in each usual directory.
+    except FileNotFoundError as error:  # Python has tried to write a file to each usual directory.
         raise DedupError(_no_room("temporary directory", error.strerror)) from error
 
 
@@ -65,7 +65,7 @@ def _no_room(where: Path | str, reason: object) -> str:
 
 
 def buckets_for(rows: int) -> int:
-    """Return how many buckets this many rows need so that each bucket fits into memory."""
+    """Return the number of buckets for this many rows, so that each bucket fits into memory."""
     return 1 + rows // BUCKET_ROWS
 
 
@@ -89,7 +89,7 @@ def stand_in(value: bytes | None) -> bytes:
 class Spill:
     """Stores rows in buckets on disk, and returns the rows of a bucket in the order in which they were added.
 
-    A row consists of ``numbers`` 64-bit integers, kept as arrays, and of ``others`` other values, kept as lists.
+    A row consists of ``numbers`` 64-bit integers, kept as arrays, and ``others`` other values, kept as lists.
     """
 
     def __init__(self, directory: str, buckets: int, numbers: int, others: int = 0) -> None:
@@ -151,11 +151,11 @@ class Spill:
 
     def close(self) -> None:
         """Delete the file on disk."""
-        with suppress(OSError):  # If the disk is full, the rest of the rows cannot be written even now.
+        with suppress(OSError):  # If the disk is full, the remaining rows still cannot be written.
             self._file.close()
 
     def flush(self) -> None:
-        """Write the rows that are still in memory to disk. An OSError that this raises names the directory."""
+        """Write the rows that are still in memory to disk. If an OSError is raised, it names the directory."""
         if not self._pending_rows:
             return
         try:

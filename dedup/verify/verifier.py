@@ -2,8 +2,8 @@
 
 The verifier reads the group's committed offsets first. Workers must already have written the results of all records
 below these offsets. After that, the verifier reads the end offsets of the topics that workers write to, so all these
-results are below the end offsets. Therefore, the committed offsets of different partitions may be from different times.
-Records that workers judge during the verification are *pending*.
+results are below the end offsets. Therefore, the committed offsets of different partitions need not be from the same
+time. Records that workers judge during the verification are *pending*.
 
 The verifier replays a partition if a log still contains the partition's records in order (`direct`, `repartitioned`).
 Otherwise, the verifier runs only the checks that do not depend on order (`findings.OrderFree`). Records whose verdicts
@@ -39,7 +39,7 @@ def verify(
     """Verify a topology, and return the report when all records have been read.
 
     The verifier selects one in ``sample`` tracking IDs, and judges all records with the selected IDs. ``scratch`` is a
-    directory for temporary files, which take about 200 bytes plus the key for each record; the default is the system's
+    directory for temporary files, which take about 200 bytes plus the key for each record. The default is the system's
     temporary directory. Raises StateIncompatible if the topology and the cluster do not match, BrokerUnavailable if the
     cluster cannot be read, and DedupError if the disk of the scratch directory is full.
     """
