@@ -1,4 +1,4 @@
-"""Builds the report of `dedup chaos`, which checks nine oracles: conditions that must hold in every run.
+"""Builds the report of `dedup chaos`. The report covers nine oracles, which are conditions that must hold in every run.
 
 Once all workers have stopped, `gather` collects the evidence for the oracles from Kafka, the stores, and the workers'
 logs and exit codes.
@@ -67,24 +67,26 @@ class Evidence:
     seen: Sightings | None = None
     """The result of the live checker."""
     reached: bool = False
-    """True if the live checker reached the end of the output, which proves that no transaction is open there."""
+    """True if the live checker reached the end of the output, which proves that the output has no open transaction."""
     judged: bool = False
     """True if the group has no lag."""
     stores: int = 0
     wrong_stores: list[str] | None = None
     zombies: int = 0
-    """How often a worker was frozen beyond its session timeout."""
+    """The number of times that a worker was frozen for longer than its session timeout."""
     fenced: int = 0
-    """Number of tasks that the broker fenced."""
+    """The number of tasks that the broker fenced."""
     epochs: list[Epochs] | None = None
     """The producer epochs of each partition of the changelog."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
-    """How often a worker ended by itself: because the broker was down, or for a reason that `unprovoked` lists."""
+    """The number of times that a worker ended by itself, either because the broker was down or as listed in
+    `unprovoked`.
+    """
     unclean: list[str] = field(default_factory=list)
     starts: int = 0
     unknown: dict[str, str] = field(default_factory=dict)
-    """Maps each oracle that could not be computed to the reason."""
+    """Maps each oracle that could not be checked to the reason."""
 
 
 def oracles(found: Evidence) -> list[Oracle]:
@@ -101,7 +103,7 @@ def oracles(found: Evidence) -> list[Oracle]:
     stores = [*(found.wrong_stores or ()), f"{found.stores} stores"][0]
     left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
     left = left if found.judged else "some records are not judged"
-    # Batches of an older epoch that follow batches of a newer epoch were written by a zombie.
+    # If a batch of an older epoch follows a batch of a newer epoch, a zombie wrote it.
     behind = sum(len(each.behind) for each in epochs)
     batches, count = sum(each.batches for each in epochs), sum(each.count for each in epochs)
     zombies = (
@@ -239,7 +241,7 @@ class ChaosReport:
     workers: int
     events: ChaosEvents
     verified: Report | None
-    """The result of the verification; None if the verification was not possible (the oracles contain the reason)."""
+    """The result of the verification, or None if the verification was not possible (the oracles contain the reason)."""
     oracles: list[Oracle] = field(default_factory=list)
 
     @property

@@ -38,14 +38,14 @@ class FaultType(enum.StrEnum):
     """A kind of fault; each member's value is the fault's name in reports."""
 
     target: Literal["worker", "broker", "cluster"]
-    """What the fault hits. A `cluster` fault is a change that an administrator could make while workers run."""
+    """The fault's target. A `cluster` fault is a change that an administrator could make while workers run."""
     per_minute: float
     """How often the fault is injected per minute."""
     colour: str
     """The color of the fault in reports."""
 
     def __new__(cls, name: str, target: Literal["worker", "broker", "cluster"], per_minute: float, colour: str) -> Self:
-        """Create a kind of fault, which reports call ``name``."""
+        """Create a kind of fault that reports call ``name``."""
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.target, kind.per_minute, kind.colour = target, per_minute, colour
@@ -65,7 +65,9 @@ class FaultType(enum.StrEnum):
 
 
 QUIET_S: Final = 5.0
-"""Time without faults at the start of a run, so that a fleet that does not work at all fails before the first fault."""
+"""The time without faults at the start of a run, so that a fleet that does not work at all fails before the first
+fault.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -78,7 +80,7 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return how many faults of each kind to inject per minute; ``embedded`` is true if the run has its own broker."""
+    """Return the number of faults of each kind per minute. ``embedded`` is true if the run has its own broker."""
     targets = ["worker", *(["broker"] if embedded else []), *(["cluster"] if embedded and harder > 1 else [])]
     return {kind: kind.per_minute * harder for kind in FaultType if kind.target in targets}
 
@@ -107,7 +109,7 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""The time that a worker has to shut down, because a commit may first have to wait for a broker that is down."""
+"""The time that a worker has to shut down. A commit may first have to wait for a broker that is down."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
@@ -138,7 +140,7 @@ class ChaosFleet(Processes):
         environ: Mapping[str, str],
     ) -> None:
         self.most: Final = count + 1
-        """The greatest number of workers, including the extra one. Workers are numbered from 0."""
+        """The maximum number of workers, including the extra worker. Workers are numbered from 0."""
         self._state: Final = directory
         run = (*DEDUP, "run", str(topology_file.resolve()), "--config", str(config.resolve()), "--quiet")
         commands = {}
@@ -148,9 +150,9 @@ class ChaosFleet(Processes):
         super().__init__(directory, commands, environ=environ)
         self.starts = 0
         self.unprovoked: Final[list[str]] = []
-        """A sentence for each time that a worker ended by itself with an error other than BrokerUnavailable."""
+        """One sentence for each time that a worker ended by itself with an error other than BrokerUnavailable."""
         self.unclean: Final[list[str]] = []
-        """A sentence for each time that a worker did not shut down cleanly after SIGTERM."""
+        """One sentence for each time that a worker did not shut down cleanly after SIGTERM."""
 
     def __enter__(self) -> Self:
         self.start(*map(_name, range(self.most - 1)))
@@ -174,7 +176,7 @@ class ChaosFleet(Processes):
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if it is already frozen or has ended."""
+        """Freeze a worker. Return False if the worker is already frozen or has ended."""
         process = self.running[_name(number)]
         if process.paused or not process.running:
             return False
@@ -186,7 +188,7 @@ class ChaosFleet(Processes):
         self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
-        """Start the extra worker; return False if it is already running."""
+        """Start the extra worker. Return False if it is already running."""
         extra = _name(self.most - 1)
         if extra in self.running:
             return False
@@ -220,7 +222,7 @@ class ChaosFleet(Processes):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
-        """Return how often a worker has logged ``text`` since its first start."""
+        """Return the number of times that a worker has logged ``text`` since its first start."""
         path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
@@ -267,7 +269,7 @@ class ClusterFaults:
         self._changes: Final = itertools.cycle(_CONFIG_CHANGES)
 
     def inject(self, kind: FaultType) -> bool:
-        """Inject a fault; return False if the fault has no effect, for example because the broker is down."""
+        """Inject a fault. Return False if the fault has no effect, for example because the broker is down."""
         if kind is FaultType.CUT:
             return self._proxy.cut() > 0
         if not self.kafka.running:
@@ -296,9 +298,9 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest records from `write_past` if workers have judged all of those records.
+        """Make the broker delete the oldest records from `write_past` if workers have judged all these records.
 
-        Return whether it did.
+        Return whether the records were deleted.
         """
         if not self._ages:
             return False
@@ -333,7 +335,7 @@ class ClusterFaults:
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """The processes and observers of a run; `cluster` is None if the run has no embedded broker."""
+    """The processes and observers of a run. `cluster` is None if the run has no embedded broker."""
 
     fleet: ChaosFleet
     sender: Sender
@@ -357,7 +359,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A scheduled fault; ``hit`` is False if the fault had no effect, for example because the worker was down."""
+    """A scheduled fault. ``hit`` is False if the fault had no effect, for example because the worker was down."""
 
     at_s: float
     kind: FaultType
@@ -367,14 +369,14 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """The events of a run of `dedup chaos`, from which the report is built."""
+    """The events of a run of `dedup chaos`, on which the report is based."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps each exit code to the number of times that a worker exited with this code although nobody stopped it."""
+    """Maps each exit code to the number of times that a worker exited with this code without being stopped."""
     early: str | None = None
-    """The reason why the run ended early, or None if it did not."""
+    """The reason why the run ended early, or None if the run was complete."""
 
 
 class ChaosRun:
@@ -391,9 +393,9 @@ class ChaosRun:
             self._at(fault.at_s, partial(self._inject, fault))
 
     def run(self, seconds: float) -> bool:
-        """Inject all faults and undo them.
+        """Inject all faults, and undo them.
 
-        Return whether the workers then judge all sent records within the time limit.
+        Return whether the workers judge all sent records within the time limit afterward.
 
         If an error ends the run early, the result is False, and `events` contains the error.
         """
@@ -430,7 +432,7 @@ class ChaosRun:
         return time.monotonic() - self._began_s
 
     def _at(self, at_s: float, act: Callable[[], None]) -> None:
-        self._order += 1  # The number keeps the order of events with equal times.
+        self._order += 1  # The number preserves the order of events with equal times.
         heapq.heappush(self._due, (at_s, self._order, act))
 
     def _tick(self) -> Tick | None:

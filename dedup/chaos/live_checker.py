@@ -25,9 +25,9 @@ _ANSWER_WITHIN_S: Final = 10.0
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
-"""After this time without a message, a new consumer replaces the old one. After several broker restarts, librdkafka's
-consumer may stop permanently, even if it is assigned its partitions again (confluentinc/librdkafka#5153; seen with
-2.16.1).
+"""After this time without a message, a new consumer replaces the old consumer. After several broker restarts,
+librdkafka's consumer may stop permanently, even if its partitions are assigned again (confluentinc/librdkafka#5153;
+seen with 2.16.1).
 """
 _ENDS_WITHIN_S: Final = 60.0
 _MOST_SAMPLES: Final = 20
@@ -62,7 +62,7 @@ class Watch:
                 **how,
                 "group.id": group,
                 "enable.auto.commit": False,
-                "isolation.level": "read_committed",  # This setting also hides offsets of open transactions.
+                "isolation.level": "read_committed",  # This setting also hides the offsets in open transactions.
             }
         )
 
@@ -75,7 +75,8 @@ class Watch:
 
     def look(self) -> GroupProgress:
         """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
-        # A negative offset means that nothing is committed yet. The ends are read last, so no offset is beyond them.
+        # A negative offset means that nothing is committed yet. The ends are read last, so no committed offset exceeds
+        # them.
         judged = sum(max(offset, 0) for offset in self._committed().values())
         with self._asking(f"where {self.topic} ends"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
@@ -119,11 +120,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """How many records and duplicates the live checker has seen so far."""
+    """The numbers of records and duplicates that the live checker has seen so far."""
 
     records: int
     duplicated: int
-    """Number of records whose ID had already been seen within the guard period, except records with the header
+    """The number of records whose ID had already been seen within the guard period, except records with the header
     `dedup-verdict`.
     """
     samples: tuple[str, ...]
@@ -176,7 +177,7 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """Return how many records and duplicates the thread has read so far.
+        """Return the numbers of records and duplicates that the thread has read so far.
 
         Raises the reader thread's error if the thread failed.
         """

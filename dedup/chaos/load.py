@@ -53,13 +53,13 @@ _TICK_S: Final = 0.02
 _AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
-"""If no record is confirmed for this time, a new producer replaces the old one. This time is longer than any downtime
-of a broker in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after its only broker had restarted,
-until its records timed out.
+"""If no record is confirmed for this time, a new producer replaces the old producer. This time is longer than any
+downtime of a broker in a run. In one run, a producer of librdkafka 2.16.1 sent nothing after its only broker had
+restarted, until its records timed out.
 """
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
-"""Average number of records of each age per partition, which is enough for every partition to get some."""
+"""The average number of records of each age per partition. With this average, every partition gets some records."""
 _SEGMENT_MS: Final = 3_600_000
 _DAY_MS: Final = 86_400_000
 AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
@@ -69,14 +69,14 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "topic.metadata.propagation.max.ms": 5_000,
     "max.in.flight.requests.per.connection": 5,
     "compression.type": "snappy",
-    # This is the partitioner of the Java client, so that each ID is in the partition that the other clients expect.
+    # With the Java client's partitioner, each ID is in the partition that the other clients expect.
     "partitioner": "murmur2_random",
     "retry.backoff.ms": 10,
     "retry.backoff.max.ms": 100,
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that retries soon after a lost response, and thus duplicates a record that was stored."""
+"""The options of a producer that retries soon after a lost response, and thus duplicates a stored record."""
 ANY_PARTITION: Final = -1
 """The partition number that lets the producer's partitioner choose the partition."""
 
@@ -94,7 +94,7 @@ class Made:
 
 
 class MadeRecords:
-    """Creates records with new IDs, and repeats some records later, like a producer that received no acknowledgment.
+    """Creates records with new IDs, and repeats some records later, like a producer that receives no acknowledgment.
 
     A record's key is its ID, so Kafka's default partitioner sends all records with the same ID to the same partition.
     """
@@ -155,7 +155,7 @@ class MadeRecords:
 def _identified(
     rule: Rule, document: dict[str, Any], text: str
 ) -> tuple[dict[str, Any], tuple[tuple[str, bytes], ...]]:
-    """Return a document and headers that contain the ID ``text``; the caller also uses ``text`` as the record's key."""
+    """Return a document and headers that contain the ID ``text``. The caller also uses ``text`` as the record's key."""
     match rule:
         case KeyRule() | ContentRule() | RawContentRule():
             return {**document, "made": text}, ()
@@ -236,7 +236,7 @@ class Sender:
         self._unconfirmed: Final[dict[int, Made]] = {}
         """Maps the number of each record that is not confirmed yet to the record, in sending order."""
         self._refused: Final[list[int]] = []
-        """Numbers of the records that timed out and must be sent again."""
+        """The numbers of the records that timed out and must be sent again."""
         self._confirmed_s = time.monotonic()
         """The last time at which a record was confirmed or no record was waiting for confirmation."""
         self._thread: Final = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -293,7 +293,7 @@ class Sender:
             self._failure = failure
 
     def _wait_until(self, due_s: float) -> bool:
-        """Process confirmations of sent records until ``due_s``; return False if the sender has been stopped."""
+        """Process confirmations of sent records until ``due_s``. Return False if the sender has been stopped."""
         while time.monotonic() < due_s and not self._ended.is_set():
             self._poll(0)
             self._ended.wait(_TICK_S)
@@ -346,7 +346,7 @@ class Age:
     """A group of records that `write_past` wrote with the same event time."""
 
     until_ms: int
-    """If the retention keeps only records after this time, the broker deletes the records of this group."""
+    """If retention keeps only records after this time, the broker deletes the records of this group."""
     ends: Mapping[str, Mapping[int, int]]
     """Maps each source topic and partition to the offset after the records of this age."""
 
@@ -367,11 +367,11 @@ def write_past(
     for age in range(_AGES, 0, -1):
         made = MadeRecords(topology, partitions, run=f"{run}-past-{age}", seed=seed)
         time_ms = now_ms - age * step_ms
-        # No ID is used twice, because the verifier cannot distinguish a copy from the forwarded record if the log's
-        # beginning was deleted.
+        # No ID is used twice, because once the log's beginning is deleted, the verifier cannot distinguish a copy from
+        # the forwarded record.
         records = [made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))]
-        # All records of one age are written before the next age, because a batch with records of two ages would be in
-        # one segment.
+        # All records of one age are written before the records of the next age, because a batch with records of two
+        # ages would be in one segment.
         with Sender(records, settings, per_s=_AT_ONCE) as sender:
             sender.finish()
         with KafkaReader(settings) as reader:
@@ -389,7 +389,7 @@ def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> 
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:
-        # The client is kept until all futures are done; otherwise, they would be canceled.
+        # The client is kept until all futures are done; otherwise, the futures would be canceled.
         admin = AdminClient(client_config(settings))
         for future in admin.incremental_alter_configs(resources).values():
             future.result(_ANSWER_WITHIN_S)

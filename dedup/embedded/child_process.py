@@ -105,7 +105,7 @@ class ChildProcess:
         self._orders.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
-        # If the program has just exited, no process reads the order, and writing it fails.
+        # If the program has just exited, no process reads the order, so writing the order fails.
         with contextlib.suppress(InvariantBroken, BrokenPipeError):
             self._order(order)
         try:
@@ -138,7 +138,7 @@ class Processes:
         self._work_directory: Final = work_directory
         self._environ: Final = environ
         self.running: Final[dict[str, ChildProcess]] = {}
-        """The processes that were started and not yet stopped or killed. Some of them may have exited by themselves."""
+        """The processes that were started and not stopped or killed yet. Some of them may have exited by themselves."""
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +173,7 @@ class Processes:
             del self.running[name]
 
     def ended(self, name: str, how: str) -> str:
-        """Return a sentence that says how a process ended, followed by the last lines of its log."""
+        """Return a sentence about how a process ended, followed by the last lines of its log."""
         return f"{name} ended {how}. The end of {self.log_file(name)}:\n{self.running[name].log_tail}"
 
     def log_file(self, name: str) -> Path:

@@ -17,12 +17,12 @@ T = TypeVar("T")
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 256 * 1024
 _DRAIN_WITHIN_S: Final = 5.0
-# With l_onoff = 1 and l_linger = 0, closing a socket sends RST, as a machine does if it does not know a connection.
+# With l_onoff = 1 and l_linger = 0, closing a socket sends RST, like a machine that does not know the connection.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class Link:
-    """A client's connection to the proxy, and the proxy's own connection to the broker for this client."""
+    """A client's connection to the proxy, and the proxy's connection to the broker for this client."""
 
     def __init__(self, client: asyncio.StreamWriter, broker: asyncio.StreamWriter) -> None:
         self.client: Final = client
@@ -42,7 +42,8 @@ class FaultProxy:
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self.port = port
-        """The port on which the proxy listens. If it is 0, the system chooses a free port when the proxy starts."""
+        """The port on which the proxy listens. If the port is 0, the system chooses a free port when the proxy starts.
+        """
         self._upstream_port: Final = upstream_port
         self._links: Final[set[Link]] = set()
         self._loop: Final = asyncio.new_event_loop()
@@ -69,8 +70,8 @@ class FaultProxy:
     def swallow_answers(self) -> int:
         """Replace the broker's next response on each open connection with a TCP reset.
 
-        The broker still receives everything that the client sent before the reset, so if a non-idempotent client
-        retries, its records are written twice. Returns the number of connections that will be reset.
+        The broker still receives everything that the client sent before the reset. Therefore, if a non-idempotent
+        client retries, its records are written twice. Returns the number of connections that will be reset.
         """
 
         def order() -> int:
@@ -130,7 +131,7 @@ class FaultProxy:
                 await self._pass_on(sink, chunk)
             sink.write_eof()
         except OSError:
-            # One side of the link was reset, so the other side is reset, too.
+            # One side of the link was reset, so the other side is also reset.
             link.reset()
 
     async def _pass_on(self, sink: asyncio.StreamWriter, chunk: bytes) -> None:
@@ -138,8 +139,8 @@ class FaultProxy:
         await sink.drain()
 
     async def _swallow(self, link: Link, chunk: bytes, answers: asyncio.StreamReader) -> int:
-        # The other pump closes the broker's side cleanly after it has passed on everything that the client sent. A
-        # reset would discard requests that the broker has not read yet.
+        # The other pump closes the broker's side cleanly after passing on everything that the client sent. A reset
+        # would discard requests that the broker has not read yet.
         reset(link.client)
         swallowed_bytes = len(chunk)
         with contextlib.suppress(TimeoutError):

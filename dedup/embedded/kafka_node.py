@@ -1,4 +1,4 @@
-"""Runs a real Apache Kafka node on this machine; the node is both broker and controller (KRaft)."""
+"""Runs a real Apache Kafka node on this machine. The node is both broker and controller (KRaft)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from dedup.embedded.kafka_jars import Progress, cache_dir, install_jars
 from dedup.errors import FULL_DISK, BrokerUnavailable, InvariantBroken, Problem, SettingsError
 
 Profile = Literal["test", "bench"]
-"""``test`` starts fastest; ``bench`` uses Kafka's default compiler and garbage collector."""
+"""``test`` starts fastest. ``bench`` uses Kafka's default compiler and garbage collector."""
 
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
-_STOPS_WITHIN_S: Final = 60.0  # a stop takes 0.5 s on an idle machine, or 4 s if Java writes its class archive
+_STOPS_WITHIN_S: Final = 60.0  # on an idle machine: 0.5 s, or 4 s if Java writes its class archive
 _CLEAN_EXITS: Final = frozenset({0, 143})
 """The exit codes of a Java process that has ended normally or after SIGTERM."""
 _POLL_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
 _ESCAPED: Final = re.compile(r"[^ -~]|\\")
-"""The characters that a properties file contains only as escapes."""
+"""The characters that must be escaped in a properties file."""
 
 _PROPERTIES: Final[Mapping[str, str]] = {
     "process.roles": "broker,controller",
@@ -44,20 +44,20 @@ _PROPERTIES: Final[Mapping[str, str]] = {
     "inter.broker.listener.name": "CLIENT",
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
-    # There is one node, so internal topics have one replica. They have few partitions, because each partition makes
-    # every start slower.
+    # With one node, internal topics have one replica. They have few partitions, because each partition slows down every
+    # start.
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
     "transaction.state.log.num.partitions": "4",
-    # By default, the log cleaner's buffer takes 128 MB of heap at the start.
+    # By default, the log cleaner's buffer takes 128 MB of heap from the start.
     "log.cleaner.dedupe.buffer.size": "16777216",
     "num.network.threads": "2",
     "num.io.threads": "4",
 }
 _PROFILE_PROPERTIES: Final[Mapping[Profile, Mapping[str, str]]] = {
-    # After a SIGKILL, the node can register again only after its old session has ended, which takes 12 s by default and
+    # After a SIGKILL, the node can register again only after its old session has ended. This takes 12 s by default and
     # 6 s with these values.
     "test": {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"},
     "bench": {},
@@ -121,7 +121,7 @@ class EmbeddedKafka:
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
         self.process: ChildProcess | None = None
-        """The Java process, which callers may measure or freeze; None before start() and after stop() or kill()."""
+        """The Java process, which callers may measure or freeze, or None before start() and after stop() or kill()."""
         self._classes: ClassArchive | None = None
 
     @property
@@ -160,7 +160,8 @@ class EmbeddedKafka:
             self._start(java, jars, first_start=first_start)
         except BaseException as error:
             self.kill()
-            # BrokerUnavailable names the log, which is among the temporary data; Ctrl-C, for example, leaves nothing.
+            # BrokerUnavailable names the log, so the temporary data are kept. After other exceptions, such as Ctrl-C,
+            # they are deleted.
             if first_start and not isinstance(error, BrokerUnavailable):
                 self._forget()
             raise
@@ -195,7 +196,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly, delete temporary data, and free the ports, unless the node is already stopped."""
+        """If the node is not stopped yet, shut it down cleanly, delete temporary data, and free the ports."""
         self._end(lambda process: process.stop(_STOPS_WITHIN_S))
         self._forget()
 
@@ -256,7 +257,7 @@ class EmbeddedKafka:
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
         with _kept_in(data.parent):
             (data / "bootstrap.checkpoint").write_bytes(checkpoint)
-            # `meta.properties` is written last, because its presence means that the data directory is complete.
+            # `meta.properties` is written last, because its existence means that the data directory is complete.
             (data / "meta.properties").write_text(identity, encoding="utf-8")
 
     def _identity(self) -> tuple[str, int]:
@@ -331,7 +332,7 @@ class ClassArchive:
 
     def keep(self, exit_code: int) -> None:
         """Publish the class archive that the node has written, or delete it if the node was killed."""
-        # Java writes no archive into a cache that is read-only, where even deleting a missing file is an error.
+        # Java writes no archive into a read-only cache, in which even deleting a missing file is an error.
         if self.made is None or not self.made.is_file():
             return
         if exit_code in _CLEAN_EXITS:
@@ -345,7 +346,7 @@ def free_ports(count: int) -> tuple[int, ...]:
     """Return ports on which no process listens, below the range that the system assigns to outgoing connections.
 
     If the broker's port were in the range for outgoing connections, a client could connect to itself while the broker
-    is stopped, and thereby prevent the broker from restarting.
+    is stopped, which would prevent a restart of the broker.
     """
     ports: set[int] = set()
     while len(ports) < count:
@@ -360,7 +361,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def _written(properties: Mapping[str, str]) -> str:
-    """Return a file of properties. Java reads such a file as Latin-1, with escapes for all other characters."""
+    """Return the text of a properties file. Java reads the file as Latin-1, with escapes for other characters."""
     return "".join(f"{_ESCAPED.sub(_escape, f'{key}={value}')}\n" for key, value in properties.items())
 
 
@@ -382,10 +383,10 @@ def _kept_in(directory: Path) -> Iterator[None]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> bytes:
-    """Return the feature levels of a new cluster, as a file of Kafka's.
+    """Return the content of the file in which Kafka stores the feature levels of a new cluster.
 
-    Kafka's tool writes the file for a user's first node, and for every new data directory if ``jars`` is read-only, as
-    a cache that several users share may be.
+    Kafka's tool writes the file for a user's first node. If ``jars`` is read-only, like a cache that several users
+    share, the tool writes the file for every new data directory.
     """
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():

@@ -25,7 +25,7 @@ _SHA256: Final = "f894a17f650ec427de72cfb68edfc30f8020743269293e58372e22f67fd4fd
 _SIZE_BYTES: Final = 139_779_728
 _STARTS_WITHIN_S: Final = 120.0
 _LOOK_S: Final = 0.1
-# The registry runs on this machine, where a proxy from the environment cannot reach it.
+# The registry runs on this machine, so a proxy that the environment names cannot reach the registry.
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -42,7 +42,7 @@ class EmbeddedRegistry:
         self.url: Final = f"http://{HOST}:{port or free_ports(1)[0]}/apis/ccompat/v7"
         """The address for `schema_registry.url`."""
         self.process: ChildProcess | None = None
-        """The Java process, which callers may freeze; None before start() and after stop()."""
+        """The Java process, which callers may freeze, or None before start() and after stop()."""
 
     @property
     def log_file(self) -> Path:
@@ -54,8 +54,8 @@ class EmbeddedRegistry:
     def start(self) -> Self:
         """Start the registry, and wait until it responds (10 s, or longer if the registry must be downloaded).
 
-        Raises RegistryUnavailable if the registry cannot be downloaded or does not start, and BrokerUnavailable if
-        there is no suitable Java installation.
+        Raises RegistryUnavailable if the registry cannot be downloaded or does not start, and BrokerUnavailable if no
+        Java installation is suitable.
         """
         java = find_java(os.environ)
         jar = install_registry(cache_root(os.environ) / f"{_NAME}-{_VERSION}", self._progress)
@@ -114,7 +114,7 @@ class EmbeddedRegistry:
 def install_registry(directory: Path, progress: Progress | None = None) -> Path:
     """Download the registry into ``directory``, unless it is already there, and return its jar.
 
-    If several processes call this function at once, one process downloads and the others wait. Raises
+    If several processes call this function at the same time, one process downloads and the others wait. Raises
     RegistryUnavailable if the download fails or the downloaded archive has the wrong SHA-256.
     """
     jar = directory / f"{_NAME}-{_VERSION}-runner.jar"
@@ -142,5 +142,5 @@ def _fetch(repository: Path, ready: Path, progress: Progress | None) -> None:
     with tarfile.open(archive) as files:
         if hasattr(tarfile, "data_filter"):
             files.extractall(ready, filter="data")
-        else:  # Python 3.11.2, which is Debian 12's, has no filters; the digest above vouches for the archive.
+        else:  # Debian 12's Python 3.11.2 has no filters; the digest above makes the archive safe.
             files.extractall(ready)  # noqa: S202

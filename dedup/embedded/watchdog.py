@@ -31,7 +31,7 @@ def main(command: list[str]) -> int:
     # This process has a single thread, so running code between fork and exec is safe.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=_tie_to_parent())  # noqa: PLW1509
     try:
-        # This line tells the parent that the program is running, and gives its process ID.
+        # This line tells the parent that the program is running, and contains the program's process ID.
         os.write(1, f"{child.pid}\n".encode())
         while child.poll() is None:
             readable, _, _ = select.select([0, ended], [], [], _LOOK_EVERY_S)
@@ -39,8 +39,8 @@ def main(command: list[str]) -> int:
                 os.read(ended, 64)  # SIGCHLD also arrives when the program is stopped or continued
             order = os.read(0, 1) if 0 in readable else None
             if order == b"" or os.getppid() != parent:
-                # A forked copy of the parent may still hold the pipe open; in that case, only the parent process ID
-                # shows that the parent has ended.
+                # A forked copy of the parent may keep the pipe open. Then only the parent process ID shows that the
+                # parent has ended.
                 break
             if order is not None:
                 child.send_signal(ORDERS[order])

@@ -12,12 +12,12 @@ from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSee
 from dedup.worker_view import STUCK_S, Kind, Noted, Peer, TaskPulse
 
 # Issues and current figures are based on the last five minutes of a worker's metrics, sampled every second. Rates are
-# differences of counters, as in `rate()` of Prometheus; a new task counts from zero. Latency is a quantile of the
+# differences of counters, as in Prometheus's `rate()`. A new task counts from zero. Latency is a quantile of the
 # histogram's growth, interpolated within its bucket as in `histogram_quantile()`.
 
 EVERY_S: Final = 1.0
 KEPT: Final = 300
-"""Number of samples that are kept; together, they cover five minutes."""
+"""The number of samples that are kept. Together, they cover five minutes."""
 PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 
 
@@ -26,13 +26,13 @@ _COLUMNS: Final = ("time_ms", *PLOTTED, "lag_records", "median_s", "p99_s")
 Sample = Mapping[str, float | None]
 """Maps the names in `_COLUMNS` to the metrics at one moment. Rates are per second since the previous sample. The lag is
 None while no task knows the end of its partition. Latencies cover the records that were committed since the previous
-sample, and are None if there were no such records.
+sample, and are None if no records were committed.
 """
 
 
 class Growth(NamedTuple):
-    """The counts and latencies of the records that a worker judged between two moments, and its lag at the later
-    moment.
+    """The counts and latencies of the records that a worker judged between two moments, and the worker's lag at the
+    later moment.
     """
 
     covered_ms: int
@@ -49,22 +49,24 @@ class MetricHistory:
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _tasks: dict[int, TaskNumbers] = field(default_factory=dict)
-    """Maps id(counters) to the counters of each task at the last sample. The reference keeps the id() unique."""
+    """Maps id(counters) to the counters of each task at the last sample. The reference to the counters keeps the id()
+    unique.
+    """
     _total: tuple[Counter[str], list[int]] = field(default_factory=lambda: _added_up(()))
     """The sums of the tasks' counters at the last sample."""
     _last_ms: int | None = None
     """The monotonic time of the last sample."""
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int, monotonic_ms: int) -> Growth | None:
-        """Add a sample of the metrics, and return how much the counts have grown since the previous call.
+        """Add a sample of the metrics, and return the growth of the counts since the previous call.
 
-        Rates are computed from ``monotonic_ms``, because somebody may set the clock that ``now_ms`` comes from.
-        The first call adds no sample and returns None, because there are no earlier counts to compare with.
+        Rates are computed from ``monotonic_ms``, because somebody may set the clock that provides ``now_ms``. The first
+        call adds no sample and returns None, because there are no earlier counts for a comparison.
         """
         pulses = list(pulses)
         tasks = {id(pulse.numbers): pulse.numbers for pulse in pulses}
         lags = [pulse.lag_records for pulse in pulses if pulse.lag_records is not None]
-        # A worker may have a thousand tasks, so only sums are compared, which is faster than comparing each task.
+        # A worker may have a thousand tasks, so only sums are compared. Comparing each task would be slower.
         counts, latencies = _added_up(tasks.values())
         ended, ended_latencies = _added_up(self._tasks[key] for key in self._tasks.keys() - tasks.keys())
         (then, before), self._total = self._total, (counts.copy(), latencies)
@@ -110,13 +112,16 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 FORMAT = 4
-"""Version of the snapshot's format. A page that stays open during an upgrade detects a new format by this number."""
+"""The version of the snapshot's format. By this number, a page that stays open during an upgrade detects a new format.
+"""
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
 MOST_NOTICES: Final = 8
 """Maximum number of issues that a worker reports to another worker's page."""
 MOST_LISTED: Final = 100
-"""Maximum number of issues that a page lists; it shows the first `MOST_NOTICES` until a user asks for the others."""
+"""The maximum number of issues that a page lists. The page shows only the first `MOST_NOTICES` until a user asks for
+the others.
+"""
 MOST_CASES: Final = 100
 """Maximum number of records of each kind that the page receives."""
 _KINDS: Final[tuple[Kind, ...]] = ("dead_letter", "conflict", "late", "duplicate")
@@ -145,7 +150,7 @@ class Notice:
     `tasks`.
     """
     worker: str = ""
-    """The worker whose page shows the cause, or an empty string if it is the page that shows this notice."""
+    """The worker whose page shows the cause, or an empty string if the page with this notice shows the cause."""
     url: str | None = None
     """The address of that worker's page."""
     issues: int = 1
@@ -171,8 +176,8 @@ def _of_fleet(own: Iterable[Notice], fleet: Sequence[Mapping[str, Any]]) -> list
             found += [
                 Notice(each["level"], each["text"], each["about"], name, url, issues=each["issues"]) for each in told
             ]
-        elif url is not None:  # `_worker` names the workers that serve no pages
-            # The notice leads to a part of this page, because that worker's page may not respond either.
+        elif url is not None:  # `_worker` yields the issue of workers that serve no pages
+            # The notice leads to a part of this page, because the other worker's page may not respond either.
             found.append(Notice("warning", f"No figures from worker {name}: {other['why']}.", f"worker:{name}"))
     return _first(found, MOST_LISTED)
 
@@ -195,7 +200,7 @@ def _copies(fleet: Iterable[Mapping[str, Any]]) -> Iterator[Notice]:
 
 
 def _first(found: Iterable[Notice], most: int) -> list[Notice]:
-    """Return at most ``most`` issues, errors first, and a notice that says how many more there are."""
+    """Return at most ``most`` issues, errors first, and a notice with the number of further issues."""
     ordered = sorted(found, key=lambda notice: notice.level != "error")
     shown, more = ordered[:most], ordered[most:]
     if not more:
@@ -216,7 +221,7 @@ def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) 
         about = "not-ready" if last is None else f"task:{last.topic}/{last.partition}"
         yield Notice("warning", f"Not ready: {seen.not_ready}{more}.", about)
     if formats := seen.total().formats:
-        # If values are in another format, the producer is at fault, not a single record.
+        # If values have another format, the producer is at fault, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format since this worker started, by their first bytes: {named}."
         yield Notice("warning", text, "kind:dead_letter")
@@ -234,7 +239,7 @@ def _tasks(tasks: Iterable[TaskSeen], stuck_s: float) -> Iterator[Notice]:
     for task in tasks:
         place = f"{task.topic}/{task.partition}"
         about = f"task:{place}"
-        # While commits fail, the task is built again and again, so it is rarely running.
+        # While commits fail, the task is rebuilt again and again, so it is rarely running.
         if (waited_s := task.waited_s) > stuck_s:
             text = f"{place} is stuck: {task.lag_records:,} records wait, and nothing was committed for"
             yield Notice("error", f"{text} {waited_s:,.0f} s. Look at this worker's log.", about)
@@ -272,11 +277,11 @@ class Summary:
 
 
 def summary(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer] = ()) -> Summary:
-    """Return the figures of one worker from its current state, its latest samples, and the other workers that it knows.
+    """Return a worker's figures, based on its current state, its latest samples, and the other workers that it knows.
 
-    The result lists at most `MOST_NOTICES` issues, errors first, and then a notice that says how many more there are.
-    Without ``peers``, the issues do not mention workers that serve no pages, because otherwise every worker would
-    report the same ones.
+    The result lists at most `MOST_NOTICES` issues, errors first, and then a notice with the number of further issues.
+    Without ``peers``, the issues do not mention workers that serve no pages; otherwise, every worker would report the
+    same workers.
     """
     return _figures(seen, samples, notices(seen, samples, peers))
 

@@ -6,7 +6,7 @@ knows the owners of other partitions from the last assignment. The worker whose 
 workers. Slots begin at the same times on all workers and contain counts, so the merged metrics are the same as if a
 single worker ran all tasks.
 
-If a worker ends, its slots and the states of its tasks are lost, but the other workers still know which partitions
+If a worker ends, its slots and the states of its tasks are lost, but the other workers still know the partitions that
 it owned.
 """
 
@@ -27,7 +27,7 @@ from dedup.worker_view import Peer, TaskPulse
 
 SLOT_MS: Final = 10_000
 SLOTS: Final = 360
-"""Number of slots that a worker keeps; together, they cover one hour."""
+"""The number of slots that a worker keeps. Together, they cover one hour."""
 HOUR_MS: Final = SLOT_MS * SLOTS
 RANGES_S: Final = (300, 900, 3600)
 """The time ranges, in seconds, that the dashboard offers."""
@@ -36,16 +36,18 @@ MOST_SPANS: Final = 2_048
 MOST_ROWS: Final = 16
 """Maximum number of rows of the timeline. If there are more partitions, partitions with the same owners share a row."""
 SHORT_ROWS: Final = 8
-"""With more partitions than this, partitions with the same owners share a row of the short timeline (for phones)."""
+"""If there are more partitions than this, partitions with the same owners share a row of the short timeline (for
+phones).
+"""
 MOST_MOVES: Final = 8
 _JOINED_MS: Final = 20_000
-"""Two successive changes of owner that are at most this far apart belong to the same rebalance."""
+"""Two successive owner changes that are at most this far apart belong to the same rebalance."""
 _DETAILED: Final = {"restoring": 2, "assigned": 1, "running": 0}
 """Maps each state of a span to its rank. If partitions share a row, the row shows the state with the greatest rank."""
 State = Literal["restoring", "running", "assigned"]
 """The state of a task as its own worker reports it, or `assigned` if only the assignment is known."""
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-"""A number in another worker's response; sums of such numbers fit in 64 bits."""
+"""A number in another worker's response. Sums of such numbers fit into 64 bits."""
 
 
 class Slot(NamedTuple):
@@ -54,7 +56,7 @@ class Slot(NamedTuple):
     number: Count
     """The start of the slot, in units of `SLOT_MS` since 1970-01-01 UTC."""
     covered_ms: Count
-    """The time in ms that the counts cover; it is shorter than the slot if the worker started within the slot."""
+    """The time in ms that the counts cover. It is shorter than the slot if the worker started within the slot."""
     counts: tuple[Count, ...]
     """The number of records of each kind in `COUNTED`."""
     latencies: tuple[Count, ...]
@@ -88,7 +90,7 @@ class WorkerHour:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether this release accepts the number of slots and spans, and the number of counts in each slot."""
+        """Return whether this release accepts the numbers of slots and spans, and the number of counts in each slot."""
         if len(self.slots) > SLOTS or len(self.spans) > MOST_SPANS:
             return False
         counts, latencies = len(COUNTED), len(END_TO_END_BUCKETS_S) + 1
@@ -108,7 +110,7 @@ class Memory:
         """
 
     def begins(self, now_ms: int) -> bool:
-        """Return whether counts added at ``now_ms`` would be the first in their slot."""
+        """Return whether counts that are added at ``now_ms`` would be the first in their slot."""
         return not self._slots or self._slots[-1].number != now_ms // SLOT_MS
 
     def add(self, grown: Growth, now_ms: int, state_bytes: int | None = None) -> None:
@@ -195,14 +197,14 @@ def _metrics(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], n
         for slot in hour.slots:
             by_number[slot.number].append((hour.worker, slot))
     owners = _owners_by_slot(owned, numbers)
-    # The newest slot is shown once all workers have begun it; until then, a sum would lack counts of other workers.
+    # The newest slot is shown after all workers have begun it. Until then, a sum would lack counts of other workers.
     newest = [hour.slots[-1].number for hour in hours if hour.slots and hour.slots[-1].number >= last - 1]
     end = min(newest, default=last)
     rows = [
         {
             "time_ms": min((number + 1) * SLOT_MS, now_ms),
             **_point([slot for _, slot in by_number[number] if number <= end]),
-            # True if the slot of a worker that owned partitions at that time is missing.
+            # True if a worker that owned partitions at that time has no slot for it.
             "partial": bool(owners[number] - {worker for worker, _ in by_number[number]}) and number != last,
         }
         for number in numbers
@@ -215,7 +217,7 @@ def _metrics(hours: Sequence[WorkerHour], owned: Mapping[Any, Sequence[Span]], n
 
 
 def _point(slots: Sequence[Slot]) -> dict[str, float | None]:
-    """Return the metrics of one slot, all of which are None if no worker has data for this slot."""
+    """Return the metrics of one slot. All of them are None if no worker has data for this slot."""
     rates: dict[str, float | None] = dict.fromkeys(COUNTED)
     if slots:
         for at, name in enumerate(COUNTED):
@@ -269,7 +271,7 @@ def _end(span: Span) -> int:
 def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], list[Span]]:
     """Map each partition to the spans of its owners, oldest first.
 
-    What a worker reports about itself takes precedence over what other workers report about it.
+    A worker's own report takes precedence over other workers' reports about that worker.
     """
     since_ms = {hour.worker: hour.since_ms for hour in hours}
     pieces: defaultdict[tuple[str, int], dict[Span, bool]] = defaultdict(dict)
@@ -278,8 +280,8 @@ def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], l
             own = span.worker == hour.worker
             end_ms = now_ms if span.to_ms is None else min(span.to_ms, now_ms)
             if not own:
-                # Another worker knows only the assignment, which is used only for the time before the owner began to
-                # collect data.
+                # Other workers know only the assignment. Their data are used only for the time before the owner began
+                # to collect data.
                 end_ms = min(end_ms, since_ms.get(span.worker, now_ms))
             start_ms = max(span.from_ms, now_ms - HOUR_MS)
             if start_ms < end_ms:
@@ -289,7 +291,7 @@ def _owners(hours: Sequence[WorkerHour], now_ms: int) -> dict[tuple[str, int], l
 
 
 def _painted(spans: Sequence[Span], rank: Callable[[Span], Any]) -> list[Span]:
-    """Return spans that do not overlap; at each moment, only the span with the greatest rank remains."""
+    """Return spans that do not overlap. At each moment, only the span with the greatest rank remains."""
     cuts = sorted({cut for span in spans for cut in (span.from_ms, _end(span))})
     begun = sorted(spans, key=lambda span: span.from_ms, reverse=True)
     active: list[Span] = []
@@ -309,7 +311,7 @@ def _painted(spans: Sequence[Span], rank: Callable[[Span], Any]) -> list[Span]:
 
 
 class _Step(NamedTuple):
-    """A period during which a worker owned a partition, whatever the partition's state."""
+    """A period during which a worker owned a partition, regardless of the partition's state."""
 
     worker: str
     from_ms: int
@@ -359,7 +361,7 @@ def _moves(steps: Mapping[tuple[str, int], Sequence[_Step]]) -> list[dict[str, A
 
 
 def _rebalances(times_ms: Iterable[int]) -> dict[int, int]:
-    """Map the time of each change of owner to the number of the rebalance that the change belongs to."""
+    """Map the time of each owner change to the number of the change's rebalance."""
     found: dict[int, int] = {}
     number, before_ms = 0, None
     for at_ms in sorted(times_ms):
@@ -393,7 +395,7 @@ def _rows(
         }
         for places in sorted(shown, key=lambda places: (steps[places[0]][-1].worker, places))
     ]
-    # Partitions that have different owners at the same time cannot be drawn in one row.
+    # Partitions with different owners at the same time cannot be drawn in one row.
     return [*rows, {"label": "others", "partitions": len(rest), "spans": []}] if rest else rows
 
 

@@ -1,11 +1,11 @@
-"""Implements a worker's web server. The pages are read-only, and served only on loopback unless a token is set.
+"""Implements a worker's web server. The pages are read-only. Unless a token is set, they are served only on loopback.
 
-To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so no
-worker forwards the request again. The answer is "not known" only if every partition that may hold the ID was searched.
+To look up an ID, a worker asks the owners of the other partitions only for their own state (``?here=1``), so no worker
+forwards the request again. The answer is "not known" only if every partition that may contain the ID was searched.
 
 Probes and the dashboard's own files need no token, because they contain no data. If no token is set, the server rejects
-requests whose Host header does not name loopback, because otherwise a website in a user's browser could read the pages
-through its own host name (DNS rebinding). The dashboard's plotting library is uPlot 1.6.32 from npm.
+requests whose Host header does not name loopback. Otherwise, a website in a user's browser could read the pages through
+the website's own host name (DNS rebinding). The dashboard's plotting library is uPlot 1.6.32 from npm.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 3.0
 _SUMMARY_TIMEOUT_S: Final = 1.0
-"""How long a dashboard waits for the figures of another worker."""
+"""The time for which a dashboard waits for another worker's figures."""
 MOST_ANSWER_BYTES: Final = 1 << 20
 OK: Final = 200
 
 
 async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None) -> dict[str, Any]:
-    """Return what this worker and the owners of the other partitions know about an ID, as plain data.
+    """Return everything that this worker and the owners of the other partitions know about an ID, as plain data.
 
     ``unreached`` in the result lists the partitions that could not be searched, with the reasons. The function raises
     no error if an owner does not respond.
@@ -177,20 +177,23 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
     ),
 }
 _SHARED_S: Final = 0.5
-"""How long the server uses one snapshot for all requests, because adding up the sizes of 256 stores takes time."""
+"""The time for which all requests share one snapshot, because adding up the sizes of 256 stores takes time."""
 _HOURS_SHARED_S: Final = 1.0
-"""How long the server uses the last-hour data of all workers for all requests before it asks the workers again."""
+"""The time for which all requests share the last-hour data of all workers before the server asks the workers again."""
 _CLOSE_S: Final = 1.0
-"""How long a worker that stops waits for a request to be answered, and again for the request to be abandoned.
+"""The time for which a stopping worker waits for the response to a request, and then again for the end of the request.
 
-A reader that no longer reads, for example on a sleeping laptop, would otherwise keep the worker until it is killed.
+Without this limit, a client that no longer reads, for example on a sleeping laptop, would delay the worker's stop
+indefinitely.
 """
 _MOST_ID_BYTES: Final = 65_536
 _MOST_LINE_BYTES: Final = 3 * _MOST_ID_BYTES + 1024
-"""The longest request line. In a URL, a byte of an ID takes up to three characters, and an ID may be a whole value."""
+"""The maximum length of a request line. In a URL, a byte of an ID takes up to three characters, and an ID may be a
+whole value.
+"""
 log: Final = logging.getLogger(__name__)
 _request_log: Final = logging.getLogger(f"{__name__}.requests")
-"""The log of requests that failed. It omits requests that are not valid HTTP, such as those of port scanners."""
+"""The log of failed requests. It omits requests that are not valid HTTP, such as requests from port scanners."""
 _request_log.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -208,7 +211,7 @@ class Answers(Protocol):
         """Return the metrics in the Prometheus text format."""
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what this worker's state contains about an ID. Raises SettingsError for text that cannot be an ID."""
+        """Return an ID's data from this worker's state. Raises SettingsError for text that cannot be an ID."""
 
     def pulse(self) -> Iterable[TaskPulse]:
         """Return the counters and the lag of every task."""
@@ -224,7 +227,7 @@ class Answers(Protocol):
 
 
 class WebServer:
-    """A worker's web server, for use with ``async with``. If the server cannot listen, it only logs a warning."""
+    """A worker's web server, for use with ``async with``. A server that cannot listen only logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -242,15 +245,15 @@ class WebServer:
         self._memory: Final = Memory(_now_ms())
         self._sampling: asyncio.Task[None] | None = None
         self._board: asyncio.Task[dict[str, Any]] | None = None
-        """The asyncio task that creates the dashboard content, or the last one that did."""
+        """The asyncio task that creates the dashboard content, or the last task that created it."""
         self._made_s = 0.0
-        """The time at which the dashboard content was made, according to the monotonic clock."""
+        """The time at which the dashboard content was created, according to the monotonic clock."""
         self._hours: asyncio.Task[list[WorkerHour]] | None = None
-        """The asyncio task that collects the last-hour data of all workers, or the last one that did."""
+        """The asyncio task that collects the last-hour data of all workers, or the last task that collected it."""
         self._asked_s = 0.0
         """The time at which the last-hour data was collected, according to the monotonic clock."""
         self._peers: ClientSession | None = None
-        """An HTTP client for the figures of other workers, which stays open while the server runs."""
+        """The HTTP client for requests to other workers, which stays open while the server runs."""
         self.url: str | None = None
         """The URL at which the server listens, or None while it does not listen."""
 
@@ -258,7 +261,7 @@ class WebServer:
     def advertised(self) -> str | None:
         """Return the URL at which other machines can reach the pages, or None if the server does not listen.
 
-        The URL is `web.advertise` or, by default, contains the listening address or the machine's host name.
+        The URL is `web.advertise`. By default, it contains the listening address or the machine's host name.
         """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
@@ -382,7 +385,7 @@ class WebServer:
         if len(text.encode()) > _MOST_ID_BYTES:
             why = f"ID: has {len(text.encode()):,} bytes, and one of at most {_MOST_ID_BYTES:,} can be looked up"
             return _json({"error": why}, status=414)
-        await asyncio.sleep(0)  # Let waiting batches run first, because lookups are not urgent.
+        await asyncio.sleep(0)  # Waiting batches run first, because lookups are not urgent.
         try:
             found = self._answers.look_up(text)
         except SettingsError as error:
@@ -419,7 +422,7 @@ class WebServer:
             self._hours = asyncio.create_task(self._all_hours(), name="last hour")
         remembered = await asyncio.shield(self._hours)
         single = SHORT_ROWS if "short" in request.query else MOST_ROWS
-        # Merging the data of many workers takes a while, and batches must not wait for the merge.
+        # Merging the data of many workers takes time, and batches must not wait for the merge.
         made = await asyncio.to_thread(merged, remembered, _now_ms(), of=request.query.get("worker"), single=single)
         return web.Response(body=msgspec.json.encode(made), content_type="application/json")
 
