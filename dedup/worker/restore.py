@@ -97,14 +97,16 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
             "event, and sightings beyond the sum are forgotten." + judged_now
         )
     longer_ms = window.retention_ms - before_ms
-    full = ""
+    full = accepted = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
         full = f" (to {instant(record.stream_time_ms + longer_ms)})"
-    return text + (
-        "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
-        "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
-        f"{format_duration(longer_ms)}"
-        f"{full}. If guard_period is shorter and grace is longer, the guard_period takes effect at once." + judged_now
+        # Sightings up to ``stream time - the old sum`` may be gone; they could make these records duplicates.
+        accepted = f" with an event time before {instant(record.stream_time_ms - before_ms + window.guard_ms)}"
+    return (
+        text + "The sum is longer. Sightings that were forgotten stay forgotten, so until stream time has advanced by "
+        f"the difference, {format_duration(longer_ms)}{full}, a record{accepted} may be forwarded although its ID was "
+        "forwarded less than a guard_period earlier. If guard_period is shorter and grace is longer, the guard_period "
+        "takes effect at once." + judged_now
     )
 
 
