@@ -510,6 +510,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     # Importing Spark takes seconds, so errors that can be found without Spark are reported first.
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
+    from dedup.verify.report import BY_THE_TOPOLOGY_NOW
 
     packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
     with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
@@ -522,7 +523,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. {where_named(report)} Keep the topics as they are: they are the "
-            f"evidence."
+            f"evidence. {BY_THE_TOPOLOGY_NOW}"
         )
 
 

@@ -50,6 +50,7 @@ def explain(
     dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
     """
     from dedup.verify.explanation import explain_id
+    from dedup.verify.report import BY_THE_TOPOLOGY_NOW
     from dedup.worker.introspection import state_keys
 
     parsed, settings = read_both(topology, config, overrides)
@@ -61,7 +62,7 @@ def explain(
     if found.contradictions:
         raise VerificationFailed(
             f"{parsed.name}: the topics contradict the rule in {found.contradictions} places for {tracking_id!r}. Keep "
-            f"the topics as they are: they are the evidence. `dedup verify` checks every ID."
+            f"the topics as they are: they are the evidence. `dedup verify` checks every ID. {BY_THE_TOPOLOGY_NOW}"
         )
 
 
@@ -162,6 +163,7 @@ def verify_topology(
 
     dedup verify topologies/orders.yaml --sample 1/100
     """
+    from dedup.verify.report import BY_THE_TOPOLOGY_NOW
     from dedup.verify.verifier import verify
 
     one_in = _one_in(sample)
@@ -173,7 +175,7 @@ def verify_topology(
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. {where_named(report)} Keep the topics as they are: they are the "
-            f"evidence. `dedup explain` says what happened to one ID."
+            f"evidence. `dedup explain` says what happened to one ID. {BY_THE_TOPOLOGY_NOW}"
         )
 
 

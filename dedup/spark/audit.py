@@ -314,10 +314,13 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
         parts.append(_expected_in(topology.output.topic, live.where("out IS NOT NULL"), task, "out", sure, may))
         parts.append(_found_in(topology.output.topic, records, partition, digest(headers, stamp)))
     for topic, verdicts in cut.copies.items():
-        # The scope is the partition to which the task writes: the task's number modulo the number of partitions.
-        scope, copied = fn.col("task") % cut.partitions[topic], live.where(fn.col("verdict").isin(*verdicts))
-        parts.append(_expected_in(topic, copied, scope, "copy", settled, ~settled))
-        parts.append(_found_in(topic, cut.read(topic), fn.col("partition"), digest(headers, zero)))
+        # The scope is the partition to which the task writes: the task's number modulo the number of partitions. Behind
+        # a repartition topic, the number may have been smaller earlier, so there is only one scope.
+        task, partition = fn.col("task") % cut.partitions[topic], fn.col("partition")
+        task, partition = (task, partition) if topology.direct else (zero, zero)
+        copied = live.where(fn.col("verdict").isin(*verdicts))
+        parts.append(_expected_in(topic, copied, task, "copy", settled, ~settled))
+        parts.append(_found_in(topic, cut.read(topic), partition, digest(headers, zero)))
     if not topology.direct:
         parts += _repartitioned(cut, rows)
     every = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts)

@@ -75,6 +75,7 @@ from dedup.worker.offsets import (
     first_readable,
     progress_within,
 )
+from dedup.worker.restore import refuse_other_rule
 from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
@@ -163,7 +164,8 @@ async def prepared(
     """Create missing topics, and return the topology with the start offsets of its stream.
 
     If the stream already has a checkpoint (``begun``), the output topic is allowed to contain records. Raises
-    StateIncompatible if the topics do not match the topology, or if retention deleted records that were not judged.
+    StateIncompatible if the topics do not match the topology, if retention deleted records that were not judged, or if
+    records are repartitioned and another ID rule, for example, wrote the state.
     Also raises StateIncompatible if ``onto_existing_output`` is false and the output topic of a new group already
     contains records. Raises BrokerUnavailable if no broker responds.
     """
@@ -175,6 +177,9 @@ async def prepared(
                     await refuse_used_output(topology, wire, admin, meant=onto_existing_output)
                 cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
                 topology = await alone(topology, cluster, wire, "dedup spark run")
+                if not topology.direct:
+                    # The query `repartition` has no state that names the rule by which it chooses partitions.
+                    await refuse_other_rule(topology, cluster, wire)
                 return await _with_positions(topology, settings, cluster, wire)
         except TimeoutError as error:
             raise BrokerUnavailable(

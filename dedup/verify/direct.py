@@ -176,7 +176,6 @@ def _judge(held: _Partition) -> None:
         held.excused_below = held.output.order.first_matched()
         held.output.order.forget()
         held.pending_found, held.uncertain = 0, False
-        held.copies.gone.clear()
     for number in range(held.log.buckets):
         _judge_bucket(held, number, held.cut.report, held.books)
     if held.output is not None:

@@ -4,9 +4,10 @@ duplicates and conflicts topics (`Copies`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -140,8 +141,9 @@ class Copies:
     """Checks the records in the given partitions of the duplicates and conflicts topics.
 
     A task writes its copies in log order, to the partition whose number is the task's number modulo the topic's
-    partition count. ``known`` is true if it is certain that no record was judged before the first record of the log.
-    ``purged`` contains the repartition topic's partitions that are not replayed.
+    partition count. If the topology repartitions, partitions may have been added to the topic, so a copy may also be in
+    the partition to which a smaller count leads. ``known`` is true if it is certain that no record was judged before
+    the first record of the log. ``purged`` contains the repartition topic's partitions that are not replayed.
     """
 
     def __init__(
@@ -150,48 +152,70 @@ class Copies:
         self._cut: Final = cut
         self._known: Final = known
         self._purged: Final = purged
-        self._written: Final = [
-            (kind, cut.written(topic, number, buckets, stamped=False))
+        self._written: Final = {
+            kind: [cut.written(topic, number, buckets, stamped=False) for number in partitions.get(topic, ())]
             for kind, topic in copy_topics(cut).items()
-            for number in partitions.get(topic, ())
-        ]
+        }
         self._absent: Final = {kind: topic for kind, topic in _named_copies(cut).items() if not cut.partitions[topic]}
-        self.gone: Final[Counter[str]] = Counter()
-        """Maps the reason why the copies of a topic are unknown to the number of copies that it should have received.
-        """
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
         """Compare the copies in one bucket with the copies that the tasks had to write."""
-        for kind, written in self._written:
-            own = [task for task in tasks if self._write_to(written, task.books.partition)]
-            expected = [task.copies[kind] for task in own]
-            if written.bounds.start_deleted:
-                self.gone[f"{written.topic} has lost its beginning"] += sum(each.certain for each in expected)
-            else:
-                self._compare(written, own, matched_at_once(expected, [written.bucket(number)]), report)
+        for kind, written in self._written.items():
+            direct = self._cut.topology.direct
+            for group in filter(None, [[each] for each in written] if direct else [written]):
+                own = [task for task in tasks if not direct or self._holders(group, task.books.partition)]
+                found = matched_at_once([task.copies[kind] for task in own], [each.bucket(number) for each in group])
+                self._compare(group, own, found, report)
         for absent, topic in self._absent.items():
-            self.gone[f"{topic} does not exist"] += sum(task.copies[absent].certain for task in tasks)
+            report.unprovable(f"{topic} does not exist", sum(task.copies[absent].certain for task in tasks))
 
-    def _write_to(self, written: WrittenPartition, task: int) -> bool:
-        return task % self._cut.partitions[written.topic] == written.partition
+    def _holders(self, group: Sequence[WrittenPartition], task: int) -> list[WrittenPartition]:
+        """Return the partitions to which a task may have written its copies."""
+        count = self._cut.partitions[group[0].topic]
+        counts = (count,) if self._cut.topology.direct else range(1, count + 1)
+        numbers = {task % each for each in counts}
+        return [each for each in group if each.partition in numbers]
 
     def _compare(
-        self, written: WrittenPartition, tasks: Sequence[TaskReplay], found: Comparison, report: Report
+        self, group: Sequence[WrittenPartition], tasks: Sequence[TaskReplay], found: Comparison, report: Report
     ) -> None:
         schema_gone = any(task.schema_gone for task in tasks)
-        offsets, numbers, positions = found.places(0, optional=not schema_gone)
-        written.order.match(offsets, np.array([task.books.partition for task in tasks], np.int64)[numbers], positions)
-        if written.truncated or written.compacted:
-            why = WHY_OPEN if written.truncated else f"{written.topic} is compacted"
-            report.unprovable(why, len(found.missing))
-            found.missing.clear()
-        for task, wanted in found.missing:
-            books = tasks[task].books
+        numbers = np.array([task.books.partition for task in tasks], np.int64)
+        for at, written in enumerate(group):
+            offsets, rows, positions = found.places(at, optional=not schema_gone)
+            written.order.match(offsets, numbers[rows], positions)
+        for task, missing in groupby(found.missing, key=itemgetter(0)):
+            self._report_missing(self._holders(group, tasks[task].books.partition), tasks[task], missing, report)
+        for at, written in enumerate(group):
+            extra = [copy for number, copy in found.extra if number == at]
+            if extra and not written.bounds.start_deleted:
+                self._report_extra(written, tasks, extra, report)
+
+    @staticmethod
+    def _report_missing(
+        holders: Sequence[WrittenPartition], task: TaskReplay, missing: Iterable[tuple[int, Wanted]], report: Report
+    ) -> None:
+        topic, books = holders[0].topic, task.books
+        whys = (
+            (any(each.bounds.start_deleted for each in holders), f"{topic} has lost its beginning"),
+            (any(each.truncated for each in holders), WHY_OPEN),
+            (any(each.compacted for each in holders), f"{topic} is compacted"),
+        )
+        why = next((why for applies, why in whys if applies), None)
+        for _, wanted in missing:
+            if why is not None:
+                report.unprovable(why)
+                continue
             place = f"{books.topic}/{books.partition} offset {wanted.position}"
-            report.violation("wrong_duplicate", place, f"a duplicate that is not in {written.topic} or differs there")
-        from_purged = any(self._write_to(written, number) for number in self._purged)
-        excused = written.order.first_matched() if found.extra and not self._known else 0
-        for _, copy in found.extra:
+            report.violation("wrong_duplicate", place, f"a duplicate that is not in {topic} or differs there")
+
+    def _report_extra(
+        self, written: WrittenPartition, tasks: Sequence[TaskReplay], extra: Iterable[Seen], report: Report
+    ) -> None:
+        schema_gone = any(task.schema_gone for task in tasks)
+        from_purged = any(self._holders([written], number) for number in self._purged)
+        excused = 0 if self._known else written.order.first_matched()
+        for copy in extra:
             if _is_unjudged(copy, tasks):
                 continue
             if from_purged:
@@ -205,10 +229,8 @@ class Copies:
                 report.violation("wrong_duplicate", written.place(copy.offset), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies in the wrong order, and count as not provable the copies that may have been deleted."""
-        for why, number in self.gone.items():
-            self._cut.report.unprovable(why, number)
-        for _, written in self._written:
+        """Report copies in the wrong order, unless the topic has lost its beginning."""
+        for written in chain.from_iterable(self._written.values()):
             for offset in () if written.bounds.start_deleted else written.order.displaced():
                 text = "not in the order of the log"
                 self._cut.report.violation("wrong_duplicate", written.place(offset), text)

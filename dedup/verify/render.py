@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dedup.quantities import counted
-from dedup.verify.report import MEANINGS, VERDICTS, Books, Report, Timeline
+from dedup.verify.report import BY_THE_TOPOLOGY_NOW, MEANINGS, VERDICTS, Books, Report, Timeline
 
 _SHOWN_ON_THE_TERMINAL: Final = 20
 _SHORTEST_NAME: Final = 12
@@ -144,7 +144,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
     if not report.passed:
         kinds = html_table((kind, number, MEANINGS[kind]) for kind, number in report.counts.items() if number)
         samples = html_table((each.kind, each.place, each.text) for each in report.samples)
-        parts += ("<h2>Violations</h2>", kinds, samples)
+        parts += ("<h2>Violations</h2>", f"<p class=soft>{escape(BY_THE_TOPOLOGY_NOW)}</p>", kinds, samples)
     if report.not_provable:
         reasons = html_table((number, reason) for reason, number in report.not_provable.items())
         parts += ("<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p>", reasons)

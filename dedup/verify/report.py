@@ -34,6 +34,12 @@ MEANINGS: Final[dict[ViolationKind, str]] = {
     "unbalanced": "the number of records read is not the sum of the verdicts",
 }
 
+BY_THE_TOPOLOGY_NOW: Final = (
+    "Every record was judged by the topology file that was given; no topic says which rule was in force earlier. If "
+    "the topology was changed and its state was kept, records that were judged before the change may be reported "
+    'although nothing is wrong with them. "Verify after a change" in docs/operations.md says how to tell.'
+)
+"""What a report with violations says about itself."""
 SAMPLES_PER_KIND: Final = 100
 PLACES_PER_SCHEMA: Final = 5
 _MOST_BUCKETS: Final = 240

@@ -83,6 +83,10 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record."""
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
+    judged_now = (
+        " `dedup verify` judges the whole log by the new values, so it may report records that were judged before the "
+        'change; see "Verify after a change" in docs/operations.md.'
+    )
     text = (
         f"guard_period + grace is {now} now ({guard} + {grace}), and was {_before(record)} when "
         f"{changelog} was last written; state contains only the sum, not the two values. "
@@ -90,18 +94,19 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     if window.retention_ms < before_ms:
         return text + (
             "The sum is shorter and takes effect at once. An ID last seen a guard_period ago or longer is a new "
-            "event, and sightings beyond the sum are forgotten. `dedup verify` also judges the whole log by the new "
-            "length."
+            "event, and sightings beyond the sum are forgotten." + judged_now
         )
     longer_ms = window.retention_ms - before_ms
-    full = ""
+    full = accepted = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
         full = f" (to {instant(record.stream_time_ms + longer_ms)})"
-    return text + (
-        "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
-        "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
-        f"{format_duration(longer_ms)}"
-        f"{full}. If guard_period is shorter and grace is longer, the guard_period takes effect at once."
+        # Sightings up to ``stream time - the old sum`` may be gone; they could make these records duplicates.
+        accepted = f" with an event time before {instant(record.stream_time_ms - before_ms + window.guard_ms)}"
+    return (
+        text + "The sum is longer. Sightings that were forgotten stay forgotten, so until stream time has advanced by "
+        f"the difference, {format_duration(longer_ms)}{full}, a record{accepted} may be forwarded although its ID was "
+        "forwarded less than a guard_period earlier. If guard_period is shorter and grace is longer, the guard_period "
+        "takes effect at once." + judged_now
     )
 
 

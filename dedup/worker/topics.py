@@ -44,6 +44,10 @@ _BROKERS_DEFAULT_MS: Final = 604_800_000
 """Kafka's default retention (7 days), which is assumed for a topic if the worker is not permitted to read its configs.
 """
 _FLAG: Final = "--onto-existing-output"
+_ANOTHER_OUTPUT: Final = (
+    "name another output topic, which dedup creates with the right number of partitions; the state is kept, so nothing "
+    "is forwarded twice. Consumers read the old output to its end, and then the new one"
+)
 
 
 class Retention(NamedTuple):
@@ -244,9 +248,10 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     if topology.direct and topology.output is not None:
         output = have[topology.output.topic]
         checks.append((output, "output", "an output record keeps its source partition"))
-        if output.partitions != feeding.partitions:
+        # If the changelog does not match either, no output brings the IDs back into their partitions.
+        if changelog.partitions == feeding.partitions:
             less = output.partitions < feeding.partitions
-            mended = "add partitions to the output" if less else "name another output, or add partitions to the source"
+            mended = "add partitions to the output" if less else _ANOTHER_OUTPUT
     problems = [
         f"the {role} {topic.name!r} has {topic.partitions} partitions, but {feeding.name!r} has {feeding.partitions}: "
         f"{why}"

@@ -227,7 +227,7 @@ def test_a_fleets_run_that_repartitions_passes(spark, make_job, topic_names):
     topic = topic_names("hops")
     twice = f"{topic}.duplicates"
     document = {"source": {"topics": [topic]}, "guard_period": "20s", "grace": "60s", "duplicates": twice}
-    job = make_job(document=document)
+    job = make_job(document=document, config={"topics": {"partitions": 4}})
     job.send(workload(3, 1_500, scattered=True))
     job.finish()
     report = audit(spark, job.topology, job.settings)
@@ -237,5 +237,7 @@ def test_a_fleets_run_that_repartitions_passes(spark, make_job, topic_names):
     copy = next(message for message in job.read(twice) if message.partition() == 1)
     job.producer.produce(twice, copy.value(), copy.key(), partition=1, headers=copy.headers(), timestamp=BASE_MS)
     job.producer.flush(30)
+    # Was: copies in the partitions of the earlier number were wrong duplicates, and missing in those of the new one.
+    job.admin.add_partitions(twice, 4)
     for each in (audit(spark, job.topology, job.settings), verify(job.topology, job.settings)):
         assert (found(each), each.not_provable) == ({"wrong_duplicate": 1}, {}), each.samples

@@ -1,13 +1,15 @@
-"""Topics change under a running stream: it stops as a worker does, and has judged nothing of what came after."""
+"""Topics change under a running stream, or the ID rule between two: it stops as a worker does, and judges no more."""
 
 from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from confluent_kafka.admin import NewPartitions
 
+from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.errors import StateIncompatible
 from dedup.spark.stream import StreamOptions, start_stream
 from tests.integration.test_admin import distinct, output_ids
@@ -52,6 +54,20 @@ def test_source_topic_made_again_before_a_repartition_topic(make_job, spark, top
         made_again(job, job.topology.source.topics[0])
         job.send(distinct(100, 300)[::2])
     assert output_ids(job) == Counter(f"x-{number}" for number in range(0, 20, 2))
+
+
+def test_a_stream_with_another_id_rule_repartitions_nothing(make_job, spark, topic_names):
+    """Was: only the query `dedup` refused, after `repartition` had sent records to the partitions of the other IDs."""
+    job = make_job(document={"source": {"topics": [topic_names("rule")]}})
+    job.send(distinct(0, 500))
+    job.finish()
+    job.send(distinct(500, 1_000))
+    before = job.written()
+    other = replace(job.topology, tracking_id=TrackingId(FieldRule(parse_path("n")), ()))
+    options = StreamOptions(str(job.directory / "another"), exit_when_done=True)
+    with pytest.raises(StateIncompatible, match="another ID rule"):
+        start_stream(spark, other, job.settings, options).wait()
+    assert job.written() == before
 
 
 def test_partitions_added_to_the_source(make_job, spark):

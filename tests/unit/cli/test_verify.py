@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dedup.cli import chaos, demo_run, spark
 from dedup.cli.main import create_app
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, SettingsError, Terminated, VerificationFailed
-from dedup.verify.report import Report
+from dedup.verify.report import BY_THE_TOPOLOGY_NOW, Report
 
 TOPOLOGY = """
 dedup: 1
@@ -65,6 +65,7 @@ def test_a_report_is_written_where_it_is_told_and_nowhere_else(
     result = typed(tmp_path, "verify", *options, more="output: {topic: out}\n")
     assert isinstance(result.exception, VerificationFailed)
     assert ("--report" if report is None else f"{report} names the records") in str(result.exception)
+    assert str(result.exception).endswith(BY_THE_TOPOLOGY_NOW)
     files = {str(path.relative_to(Path.cwd())) for path in Path.cwd().rglob("*") if path.is_file()}
     assert files == (set() if report is None else {"reports/x.html", "reports/x.json"})
 

@@ -268,6 +268,42 @@ def test_tasks_that_share_a_partition_of_the_duplicates_topic_are_told_apart() -
     assert (wrong(report), report.not_provable) == ({}, {})
 
 
+def grown_run() -> MemoryCluster:
+    """Return a run in which a partition was added to the duplicates topic before the last duplicate of task 1."""
+    cluster = content_run(with_copies())
+    for partition in range(2):
+        cluster.logs["x-dup", partition].clear()
+    for number, second in ((2, 4), (1, 2)):
+        copy_of(cluster, number, 1, second, partition=0)
+    offset = cluster.put("x-in", reading(1, 2), at(5))
+    cluster.put(LOG, reading(1, 2), at(0), origin(offset, at(5)), 1)
+    copy_of(cluster, 1, 2, 5)
+    cluster.commit("x-in", LOG)
+    return cluster
+
+
+def test_partitions_may_have_been_added_to_the_duplicates_topic() -> None:
+    """Was: a copy from before the addition was a wrong duplicate, and missing in the partition of now."""
+    cluster = grown_run()
+    report = verified(cluster, with_copies())
+    assert (wrong(report), report.not_provable) == ({}, {})
+    copy_of(cluster, 1, 3, 6)
+    report = verified(cluster, with_copies())
+    assert [each.place for each in report.samples] == ["x-dup/1 offset 1"]
+    cluster = grown_run()
+    del cluster.logs["x-dup", 0][1]
+    report = verified(cluster, with_copies())
+    assert [each.place for each in report.samples] == [f"{LOG}/1 offset 1"]
+
+
+def test_what_retention_took_from_the_duplicates_topic_before_a_partition_was_added_is_not_provable() -> None:
+    cluster = grown_run()
+    cluster.low["x-dup", 0] = 2
+    cluster.logs["x-dup", 0].clear()
+    report = verified(cluster, with_copies())
+    assert (wrong(report), report.not_provable) == ({}, {"x-dup has lost its beginning": 2})
+
+
 def swap(cluster: MemoryCluster) -> None:
     """A third and a fourth copy, in the wrong order."""
     for second, sent_at in ((5, 2), (6, 3)):

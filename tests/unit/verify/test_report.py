@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
 
 import pytest
 
 from dedup.core.fold import OnMissing
+from dedup.core.window import Window
 from dedup.verify.render import to_html
-from dedup.verify.report import Books, Report
+from dedup.verify.report import BY_THE_TOPOLOGY_NOW, Books, Report
 from tests.unit.memory_cluster import (
     MemoryCluster,
     at,
     cluster_of,
     dead_letter,
     origin,
+    run_of,
     topology_of,
     value_of,
     verified,
@@ -85,6 +88,27 @@ def test_exempt_records_are_no_unique_ones_and_books_balance_with_them() -> None
     (books,) = report.books
     assert (wrong(report), books.unique, books.exempt, books.balanced) == ({}, 1, 2, True)
     assert "<th>exempt</th>" in to_html(report)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "rows", "belongs", "found"),
+    [
+        ((10, 10), (20, 10), [("a", 0), ("a", 15)], "UU", {"duplicated", "unbalanced"}),
+        ((10, 10), (5, 10), [("a", 0), ("a", 7)], "UD", {"lost", "unbalanced"}),
+        ((10, 10), (10, 30), [("a", 40), ("b", 20)], "UL", {"wrong_late"}),
+        ((10, 10), (10, 5), [("a", 40), ("b", 32)], "UU", {"lost", "phantom"}),
+    ],
+)
+def test_a_window_changed_in_place_is_judged_by_the_file_that_is_given_and_the_page_says_so(
+    before: tuple[int, int], now: tuple[int, int], rows: list[tuple[str, float]], belongs: str, found: set[str]
+) -> None:
+    then, later = (topology_of(window=Window(guard_s * 1000, grace_s * 1000)) for guard_s, grace_s in (before, now))
+    cluster = run_of(then, rows, belongs)
+    report = verified(cluster, then)
+    assert (wrong(report), BY_THE_TOPOLOGY_NOW in to_html(report)) == ({}, False)
+    report = verified(cluster, later)
+    assert wrong(report).keys() == found
+    assert escape(BY_THE_TOPOLOGY_NOW) in to_html(report)
 
 
 @pytest.mark.parametrize("direct", [True, False])

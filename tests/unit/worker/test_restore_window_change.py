@@ -31,6 +31,12 @@ def window(guard, grace):
     return Window(guard * HOUR_MS, grace * HOUR_MS)
 
 
+VERIFY_TOO = (
+    "`dedup verify` judges the whole log by the new values, so it may report records that were judged before the "
+    'change; see "Verify after a change" in docs/operations.md.'
+)
+
+
 def test_the_same_sum_is_no_change_and_no_state_is_none():
     assert not changed(record(window(1, 3)), window(2, 2))
     assert not changed(None, window(2, 2))
@@ -40,13 +46,16 @@ def test_the_same_sum_is_no_change_and_no_state_is_none():
 def test_longer_is_in_force_when_the_difference_has_passed():
     text = what_it_means(CHANGELOG, record(window(1, 1)), window(2, 3))
     assert text.startswith("guard_period + grace is 5h now (2h + 3h), and was 2h when t.changelog/3 was last written")
-    assert "the difference, 3h (to 1970-01-01T13:00:00Z)." in text
+    assert "until stream time has advanced by the difference, 3h (to 1970-01-01T13:00:00Z), a record " in text
+    # Sightings up to 08:00 may be gone.
+    assert "a record with an event time before 1970-01-01T10:00:00Z may be forwarded although" in text
     assert "Shorter" not in text
+    assert text.endswith(VERIFY_TOO)
 
 
 def test_a_task_that_has_judged_nothing_has_no_time_to_name():
     text = what_it_means(CHANGELOG, record(window(1, 1), BEFORE_ALL_TIME), window(2, 3))
-    assert "the difference, 3h. " in text
+    assert "the difference, 3h, a record may be forwarded although" in text
 
 
 def test_a_time_beyond_calendars_is_a_number():
@@ -57,6 +66,7 @@ def test_shorter_is_in_force_at_once():
     text = what_it_means(CHANGELOG, record(window(2, 3)), window(1, 1))
     assert "is 2h now (1h + 1h), and was 5h when" in text
     assert "The sum is shorter and takes effect at once." in text
+    assert text.endswith(VERIFY_TOO)
     assert "Longer" not in text
 
 

@@ -1,11 +1,14 @@
 """`dedup check --broker`: findings about topics as they are."""
 
+from dataclasses import replace
+
 import pytest
 
+from dedup.errors import StateIncompatible
 from dedup.kafka.topic_admin import Topic
 from dedup.settings import Settings
 from dedup.topology.parse import parse
-from dedup.worker.topics import compare, missing_topics
+from dedup.worker.topics import compare, missing_topics, refuse_misfits
 
 TEXT = """
 dedup: 1
@@ -47,6 +50,25 @@ def test_another_partition_count_is_an_error_where_partitions_must_fit(name):
     have = cluster()
     have[name] = Topic(name, "b", 5, have[name].configs)
     assert ("error", "topic_differs") in codes(have)
+
+
+@pytest.mark.parametrize(
+    ("out", "changelog", "says"),
+    [
+        (5, 3, "name another output topic, which dedup creates with the right number of partitions; the state is kept"),
+        (2, 3, "add partitions to the output."),
+        (3, 2, "fix the topics or run `dedup reset`."),
+        (2, 2, "fix the topics or run `dedup reset`."),
+    ],
+)
+def test_the_remedy_for_another_partition_count_costs_state_only_if_the_state_does_not_fit(out, changelog, says):
+    """Was: with a larger output, partitions were to be added to the source, whose state is then refused."""
+    numbers = {"out": out, "t.changelog": changelog}
+    changed = {name: replace(cluster()[name], partitions=number) for name, number in numbers.items()}
+    with pytest.raises(StateIncompatible) as refused:
+        refuse_misfits(TOPOLOGY, cluster(**changed))
+    assert f"Nothing was changed; {says}" in str(refused.value)
+    assert "partitions to the source" not in str(refused.value)
 
 
 def test_a_changelog_that_expires_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -82,3 +83,12 @@ class Output:
 def test_only_decided_records_that_no_mark_accounts_for_count(output: Output, holds: bool):
     found = onto._holds_records(parse(TEXT, name="t.yaml"), output, OUT, output.end)  # type: ignore[arg-type]
     assert asyncio.run(found) == holds
+
+
+def test_the_end_positions_do_not_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dedup verify` needs them as long as the output holds older records."""
+    group = AsyncMock()
+    monkeypatch.setattr(onto, "Group", lambda wire, name: group if (wire, name) == (None, "t.reset") else None)
+    topology = parse(TEXT, name="t.yaml")
+    asyncio.run(onto._leave_mark(topology, None, {OUT: 7}))  # type: ignore[arg-type]
+    group.set_offsets.assert_awaited_once_with({OUT: 7}, for_ever=True)
