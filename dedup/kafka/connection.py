@@ -1,8 +1,8 @@
 """Converts the settings to options for aiokafka's clients, and explains why a connection to a broker has failed.
 
 aiokafka reports most problems with the host name, the network, TLS, or authentication as "unable to bootstrap".
-`diagnose` connects to each broker separately to find the real cause. `until_refused` finds out whether brokers that a
-running process cannot connect to refuse it, so that waiting is pointless.
+`diagnose` connects to each broker separately to find the real cause. If a running process cannot connect to brokers,
+`until_refused` finds out whether they refuse the process, because waiting would then be pointless.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Connection:
     client_id: str = "dedup"
     request_timeout_ms: int = 10_000
     patience_ms: int = 30_000
-    """How long a starting process waits for a broker before it fails."""
+    """The time for which a starting process waits for a broker before the process fails."""
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:
@@ -111,7 +111,8 @@ class Connection:
     def _key_password(self) -> str:
         """Return the password of the key. OpenSSL calls this function only if the key is encrypted.
 
-        Raises ValueError if there is no password. Without this function, OpenSSL would ask for one on the terminal.
+        Raises ValueError if there is no password. Without this function, OpenSSL would ask for a password on the
+        terminal.
         """
         if self.security.key_password is None:
             raise ValueError("the key is encrypted; set security.key_password")
@@ -128,7 +129,7 @@ def _trusting(ca_file: str) -> ssl.SSLContext:
 
 
 def _refuse_other_file(key: str, path: str, kind: str) -> None:
-    """Raise SettingsError unless a file can be read and contains a PEM block of a kind."""
+    """Raise SettingsError unless a file can be read and contains a PEM block of the given kind."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -142,7 +143,7 @@ def _refuse_file(key: str, path: str, why: str | None) -> NoReturn:
 
 
 _QUOTAS: Final = {0: "producer_byte_rate", 1: "consumer_byte_rate"}
-"""Maps the API keys of Produce and Fetch to the quotas that these requests use up."""
+"""Maps the API keys of Produce and Fetch to the quotas of these requests."""
 _OTHER_QUOTA: Final = "request_percentage"
 _SAY_EVERY_S: Final = 60.0
 log: Final = logging.getLogger(__name__)
@@ -179,15 +180,15 @@ _UPDATE_WITHOUT_CREATING: Final = types.FunctionType(
 def never_create_topics(client: AIOKafkaClient) -> None:
     """Make a client look up topics without creating them.
 
-    By default, aiokafka lets brokers create each topic that it looks up, and brokers do so with their default numbers
-    of partitions and retention times unless `auto.create.topics.enable` is off. A topic that somebody deletes under a
-    running process would then be created again at once.
+    By default, aiokafka lets brokers create each topic that it looks up. Unless `auto.create.topics.enable` is off,
+    brokers then create the topic with their default partition count and retention. A topic that somebody deletes while
+    a process runs would be recreated immediately.
     """
     client._metadata_update = types.MethodType(_UPDATE_WITHOUT_CREATING, client)  # noqa: SLF001
 
 
 REFUSAL_LOOK_S: Final = 5.0
-"""The interval, in seconds, at which `until_refused` looks whether brokers refuse new connections."""
+"""The interval, in seconds, at which `until_refused` checks whether brokers refuse new connections."""
 PROBE_WITHIN_S: Final = 5.0
 # ApiVersions v0 with correlation ID 0 and no client ID. Every listener answers this request without authentication.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
@@ -255,7 +256,7 @@ class Diagnosis:
 async def diagnose(connection: Connection, brokers: Sequence[str] = ()) -> list[Diagnosis]:
     """Return a diagnosis for each broker that cannot be used, or an empty list if all brokers can be used.
 
-    ``brokers`` are the addresses to examine, or by default, those of the connection.
+    ``brokers`` are the addresses to examine. The default is the connection's addresses.
     """
     found = await asyncio.gather(*(_examined(connection, broker) for broker in brokers or connection.brokers))
     return [finding for finding in found if finding is not None]
@@ -310,18 +311,19 @@ async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]
 
 
 async def until_refused(connection: Connection, client: AIOKafkaClient, failed: set[object]) -> NoReturn:
-    """Raise BrokerUnavailable if, for `patience_ms`, brokers have refused new connections and none has accepted one.
+    """Raise BrokerUnavailable if brokers refuse new connections for `patience_ms` and no broker accepts one.
 
-    ``failed`` contains the nodes that the client could not connect to since the last look, which empties the set. The
-    client itself does not tell a broker that refuses it from one that does not respond. Brokers that only do not
-    respond never end this function. A refusal counts only if it lasts, because a broker that is starting may not know
+    ``failed`` contains the nodes to which the client could not connect since the last check, which empties the set. The
+    client itself does not distinguish a broker that refuses it from a broker that does not respond. Brokers that merely
+    do not respond never end this function. A refusal counts only if it lasts, because a starting broker may not know
     its users yet.
     """
     since_s = math.inf
     while True:
         await asyncio.sleep(REFUSAL_LOOK_S)
         brokers = advertised(client.cluster)
-        # A process without work tries to connect only twice a minute, so after a refusal, each look asks again.
+        # An idle process tries to connect only twice a minute, so after a refusal, each check contacts the brokers
+        # again.
         findings = await diagnose(connection, brokers) if failed or since_s < math.inf else []
         failed.clear()
         refusals = [each.sentence for each in findings if _refuses(each, connection)]
@@ -337,10 +339,10 @@ async def until_refused(connection: Connection, client: AIOKafkaClient, failed: 
 
 
 def _refuses(found: Diagnosis, connection: Connection) -> bool:
-    """Return whether a broker that accepted this process before now refuses it.
+    """Return whether a broker that accepted this process earlier now refuses it.
 
-    A proxy whose broker is down closes each connection. Therefore, problems that are only inferred from this count less
-    here than at a start.
+    A proxy whose broker is down closes each connection. Therefore, problems that are only inferred from a closed
+    connection count less here than at a start.
     """
     if found.trouble is Trouble.CLIENT_CERTIFICATE:
         return connection.security.cert_file is not None
@@ -391,7 +393,7 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
         case TimeoutError():
-            # A broker that refuses a client closes the connection, so one that is only slow refuses nothing.
+            # A broker that refuses a client closes the connection, so a timeout is not a refusal.
             return await _of_network(host, port)
         case _:
             return await _probed(connection, host, port)
@@ -480,7 +482,8 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
 
 
 async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool | None:
-    """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given.
+    """Return whether the listener responds to an ApiVersions request. The request is sent over TLS if a context is
+    given.
 
     If the listener neither responds nor closes the connection in time, the result is None.
     """
@@ -492,7 +495,7 @@ async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool
         return None
     except (OSError, EOFError):
         return False
-    # The response begins with its length and the correlation ID of the request.
+    # The response begins with its length and the request's correlation ID.
     return answer[4:] == bytes(4)
 
 

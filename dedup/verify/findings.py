@@ -107,12 +107,12 @@ class OrderFree:
             self._report_too_near()
 
     def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or may repeat a forwarded record."""
+        """Report a judged record as lost unless it was forwarded, is late, or may duplicate a forwarded record."""
         late, place = self._cut.plan.late, self._cut.plan.place(source)
         if late is not None and late.take([source]):
             return
         if not (self._forwards and self._ids_known):
-            return  # Without an output, a unique record is written nowhere.
+            return  # Without an output, unique records are not written.
         times_ms, rules = self._times_ms.get(tracking_id), self._cut.plan.rules
         if times_ms is None and not self._complete:
             self._cut.report.unprovable(WHY_OUTPUT_GONE)
@@ -142,8 +142,8 @@ class Copies:
 
     A task writes its copies in log order, to the partition whose number is the task's number modulo the topic's
     partition count. If the topology repartitions, partitions may have been added to the topic, so a copy may also be in
-    the partition to which a smaller count leads. ``known`` is true if it is certain that no record was judged before
-    the first record of the log. ``purged`` contains the repartition topic's partitions that are not replayed.
+    the partition that results from a smaller count. ``known`` is true if certainly no record was judged before the
+    first record of the log. ``purged`` contains the repartition topic's partitions that are not replayed.
     """
 
     def __init__(
@@ -237,7 +237,9 @@ class Copies:
 
 
 def _is_unjudged(copy: Seen, tasks: Sequence[TaskReplay]) -> bool:
-    """Return whether a copy belongs to a record that cannot be judged again; if so, expect no further copy of it."""
+    """Return whether a copy belongs to a record that cannot be judged again. If so, expect no further copy of the
+    record.
+    """
     if copy.id is not None:
         return False
     content = copy.digest[:DIGEST_BYTES]

@@ -1,17 +1,17 @@
 """Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
-A dead letter is sent to its source partition, where it is judged like any other record. If a late record were sent back
-to its source, it would only be late again, so it is sent to the output instead. The header `dedup-verdict` marks such a
-record, which dedup's guarantee does not cover. A record that cannot be sent is reported and stays in its topic.
+A dead letter is sent to its source partition, where it is judged like any other record. A late record would be late
+again in its source, so it is sent to the output instead. The header `dedup-verdict` marks such a record, because
+dedup's guarantee does not cover it. A record that cannot be sent is reported and stays in its topic.
 
-The sent records and the new position, which is an offset of the group `NAME.replay`, are committed in one transaction.
-The position's metadata names the records before the position that were left but could be sent later, such as a record
-that is larger than the source topic accepts. Each replay tries these records again.
+One transaction commits the sent records and the new position, which is an offset of the group `NAME.replay`. The
+position's metadata names the left records: records before the position that were not sent but could be sent later, such
+as a record that is too large for the source topic. Each replay tries these records again.
 
 The broker forgets the replay position `offsets.retention.minutes` after the last replay, and a transactional commit
-cannot prevent that. Therefore, each replay also commits a replay mark, which does not expire, to the group
+cannot prevent this. Therefore, each replay also commits a replay mark, which does not expire, to the group
 `NAME.replay-mark`. The replay mark's commit is not transactional. If there is a replay mark but no position, nothing is
-sent until the user says where to begin. The replay mark names the records that were left, too.
+sent until the user specifies where to begin. The replay mark also names the left records.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 _AGAIN: Final = "the next replay tries it again"
 _NOTE: Final = re.compile(r"left=(\d+\+\d+(?:,\d+\+\d+)*)")
 MOST_NOTE_BYTES: Final = 3_900
-"""The length at which a note takes no further records. Brokers accept 4,096 bytes by default
+"""The length at which no further records are added to a note. By default, brokers accept 4,096 bytes
 (`offset.metadata.max.bytes`).
 """
 _SPLIT_BYTES: Final = 100
-"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again, because a span
-that is only partly read again may be named in two parts.
+"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again. If a span is only
+partly read again, the note may have to name it in two parts.
 """
 Span = tuple[int, int]
-"""The first offset of some records, and the offset after the last one."""
+"""The first offset of some records, and the offset after their last offset."""
 
 
 def note_of(left: Iterable[Span]) -> str:
-    """Return the note that names the left records: for each span, the distance from the previous one and the length."""
+    """Return the note that names the left records by each span's distance from the previous span, and its length."""
     parts, reached = [], 0
     for first, after in left:
         parts.append(f"{first - reached}+{after - first}")
@@ -76,7 +76,7 @@ def note_of(left: Iterable[Span]) -> str:
 
 
 def left_in(note: str) -> list[Span]:
-    """Return the spans that a note names, or none if the offset was set by hand or by an older release."""
+    """Return the spans that a note names. An offset that was set by hand or by an older release has none."""
     found = _NOTE.fullmatch(note)
     left: list[Span] = []
     reached = 0
@@ -88,7 +88,7 @@ def left_in(note: str) -> list[Span]:
 
 
 def with_left(left: Sequence[Span], first: int, after: int) -> list[Span]:
-    """Return the spans with one more at their end, which is merged into the last one if the two adjoin."""
+    """Return the spans with another span at their end, which is merged with the last span if the two adjoin."""
     if left and left[-1][1] == first:
         return [*left[:-1], (left[-1][0], after)]
     return [*left, (first, after)]
@@ -109,16 +109,16 @@ class ReplayPlan:
 
     topic: str
     output: str | None
-    """The topic that late records are sent to, or None for a replay of dead letters."""
+    """The topic to which late records are sent, or None for a replay of dead letters."""
     limit: int | None
     begin: Begin | None = None
     """Where to begin if the broker has forgotten a position; None makes a forgotten position an error."""
 
 
 def rows_in(spans: Sequence[Span], answer: Answer) -> Iterator[tuple[int, int, int]]:
-    """Yield each row of a fetch that is in one of the spans, with its offset and the offset to read next.
+    """Yield each row of a fetch that is in one of the spans, with the row's offset and the offset to read next.
 
-    Between two rows, there are only markers and aborted records.
+    Only markers and aborted records are between two rows.
     """
     offsets, at = answer.columns.offsets, 0
     for row, offset in enumerate(offsets):
@@ -132,21 +132,23 @@ def rows_in(spans: Sequence[Span], answer: Answer) -> Iterator[tuple[int, int, i
 
 
 class Unsent(NamedTuple):
-    """Why a record is not sent."""
+    """The reason why a record is not sent."""
 
     why: str
     again: bool = False
-    """Whether the record could be sent later, so that the next replay tries it again."""
+    """True if the record could be sent later, so that the next replay tries it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What a replay still has to do in a partition."""
+    """The remaining work of a replay in a partition."""
 
     left: list[Span]
     """The records that this replay has read and left, and that the next replay tries again."""
     unread: list[Span]
-    """What is still to be read: records that earlier replays left, and last, everything from the position on."""
+    """The spans that are still to be read: first the records that earlier replays left, then everything from the
+    position on.
+    """
 
     @property
     def position(self) -> Position:
@@ -155,26 +157,26 @@ class Remaining:
 
     @property
     def fits(self) -> bool:
-        """Whether the broker accepts the position's note."""
+        """True if the broker accepts the position's note."""
         most = MOST_NOTE_BYTES + (_SPLIT_BYTES if len(self.unread) > 1 else 0)
         return len(self.position.note) <= most
 
     def after_reading(self, left: list[Span], next_offset: int) -> Remaining:
-        """Return what remains after everything below ``next_offset`` has been read."""
+        """Return the remaining work after everything below ``next_offset`` has been read."""
         *earlier, (first, end) = self.unread
         spans = [(max(begun, next_offset), after) for begun, after in earlier if next_offset < after]
         return Remaining(left, [*spans, (max(first, min(next_offset, end)), end)])
 
 
 class Chosen(NamedTuple):
-    """The records of one fetch: which to send where, which are left, and what remains."""
+    """The records of one fetch that are sent, with their targets, those that are left, and the remaining work."""
 
     lines: dict[TopicPartition, list[Line]]
     told: dict[int, str]
     """Maps the offset of each unsent record to the reason why it is not sent."""
     remaining: Remaining
     full: bool
-    """Whether the replay of the partition ends here, because the note cannot name more left records."""
+    """True if the replay of the partition ends here, because the note cannot name more left records."""
 
 
 @dataclass(slots=True)
@@ -192,13 +194,13 @@ class Replay:
     single: set[TopicPartition] = field(init=False, default_factory=set)
     """The partitions whose records are sent in batches of one record."""
     told: dict[str, str] = field(init=False, default_factory=dict)
-    """Maps the position of each unsent record to the reason, so a repeated attempt reports no record twice."""
+    """Maps the position of each unsent record to the reason, so that a repeated attempt reports no record twice."""
 
     async def run(self) -> Replayed:
         """Send the records that the plan's topic contains when the replay starts, up to the plan's limit.
 
         Raises StateIncompatible, before anything is sent, if the broker has forgotten a position and the plan does not
-        say where to begin. Raises SettingsError if the plan says where to begin although the broker still has all
+        specify where to begin. Raises SettingsError if the plan specifies where to begin but the broker still has all
         positions. Raises DedupError if another replay takes over.
         """
         topic = self.plan.topic
@@ -252,7 +254,7 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition, end: int) -> Remaining:
-        """Commit the position and the replay mark, and return what the replay has to read."""
+        """Commit the position and the replay mark, and return the replay's remaining work."""
         # The position is read in the new epoch, because an earlier replay may have been killed during a commit.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
@@ -266,10 +268,10 @@ class Replay:
             if begun < min(after, start):
                 self.told.setdefault(f"{side}/{begun} to {min(after, start) - 1}", "deleted by retention")
         first = max(first, start)
-        # A topic that was recreated may end before the position.
+        # A recreated topic may end before the position.
         spans = [(max(begun, start), min(after, end)) for begun, after in earlier]
         remaining = Remaining([], [*(span for span in spans if span[0] < span[1]), (first, max(first, end))])
-        # The position is committed first, because a mark without a position means that the position was forgotten.
+        # The position is committed first, because a mark without a position would mean that the position was forgotten.
         await session.commit({side: remaining.position})
         await self._set_mark(side, remaining.position)
         return remaining
@@ -280,8 +282,7 @@ class Replay:
             try:
                 await self._partition(side, end)
             except CommitUnknown:
-                # The next attempt reads the committed offset in a new epoch, and thus learns the outcome of the
-                # transaction.
+                # The next attempt reads the committed offset in a new epoch, and thus learns the transaction's outcome.
                 unknown += 1
                 if unknown > _MOST_UNKNOWN:
                     raise
@@ -289,8 +290,8 @@ class Replay:
                 named = _why_refused(refused)
                 self.refused.setdefault(side, {}).update(named)
                 if not named:
-                    # A broker names no records if a batch is too large (KIP-467), so from now on, each batch contains
-                    # one record.
+                    # If a batch is too large, the broker does not name its records (KIP-467), so from now on, each
+                    # batch contains one record.
                     self.single.add(side)
             else:
                 return
@@ -304,7 +305,7 @@ class Replay:
             timeout_ms=self.settings.transaction_timeout_ms,
         )
         await session.open()
-        # The position is always committed, so that `offsets.retention.minutes` is counted from now on.
+        # The position is always committed, so that `offsets.retention.minutes` begins again.
         remaining = await self._begin(session, side, end)
         fetcher = FeedFetcher(self.wire, await TopicCheck.of(self.wire, side.topic), wait_ms=WAIT_MS)
         try:
@@ -320,7 +321,7 @@ class Replay:
         return first < after and (self.plan.limit is None or self.done.sent < self.plan.limit)
 
     async def _read(self, fetcher: FeedFetcher, session: Session, side: TopicPartition, remaining: Remaining) -> None:
-        """Read what remains, and send it, up to the plan's limit or until the note is full."""
+        """Read and send the remaining records, up to the plan's limit or until the note is full."""
         at = -1
         while self._wants_more(remaining):
             if at != remaining.unread[0][0]:
@@ -345,13 +346,13 @@ class Replay:
         compression = self.settings.topics.compression
         for target, part in sorted(found.lines.items()):
             session.add(fill(target, part, compression=compression, most_rows=single))
-        # The position is committed even if no record was sent, because its note then names more left records.
+        # The position is committed even if no record was sent, because the note then names more left records.
         await session.commit({side: found.remaining.position})
         self.done.sent += sum(map(len, found.lines.values()))
         self.told |= {f"{side}/{offset}": why for offset, why in found.told.items()}
 
     def _chosen(self, side: TopicPartition, answer: Answer, remaining: Remaining) -> Chosen:
-        """Decide which records of a fetch are sent."""
+        """Choose the records of a fetch that are sent."""
         most = None if self.plan.limit is None else self.plan.limit - self.done.sent
         lines: dict[TopicPartition, list[Line]] = {}
         told: dict[int, str] = {}
@@ -423,7 +424,7 @@ class Replay:
 
 
 def _why_refused(refused: RecordRefused) -> dict[int, str]:
-    """Return, for each record that the refusals of a transaction name, why its target topic refuses it."""
+    """Map each record that a transaction's refusals name to the reason why the target topic refuses the record."""
     named: dict[int, str] = {}
     for each in (refused, *refused.also):
         unsaid = "larger than its max.message.bytes" if each.too_large else ""
@@ -433,7 +434,7 @@ def _why_refused(refused: RecordRefused) -> dict[int, str]:
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:
-    """Return the plan of a replay, or a sentence that says why this topology has nothing to replay."""
+    """Return the plan of a replay, or a sentence that explains why this topology has nothing to replay."""
     if not late:
         return ReplayPlan(topology.dead_letter, None, limit, begin)
     topic = getattr(topology.late, "topic", None)

@@ -1,7 +1,7 @@
 """Restores a store, in batches, from its own position to the end of the changelog, and maintains standbys.
 
 InitProducerId ends all earlier transactions of the task. A restore reads up to the high watermark that the task learns
-after InitProducerId. A restore ends when the store's *position* reaches the high watermark, not at the last record,
+after InitProducerId. The restore ends when the store's *position* reaches the high watermark, not at the last record,
 because the last offsets may belong to transaction markers or to records that were compacted away.
 
 If the guard period or the grace has changed but their sum has not, a restore does not notice the change, because the
@@ -48,18 +48,20 @@ _WIDTHS: Final = 2
 """The sum of the guard period and the grace, as a number of segment widths."""
 FETCH_BYTES: Final = 1 << 20
 """The maximum number of compressed bytes that a restore reads in one step. Larger steps are slower, because their
-objects do not fit into the processor's cache, and other tasks wait during a step.
+objects do not fit into the processor's cache. Other tasks wait during a step.
 """
 WAIT_MS: Final = 500
 _SEARCHES_AT_ONCE: Final = 4
-"""The number of changelogs searched at the same time. A fetch behind an open transaction takes `WAIT_MS`, during which
-later fetches from the same broker wait.
+"""The number of changelogs that are searched at the same time. A fetch behind an open transaction takes `WAIT_MS`, and
+later fetches from the same broker wait for it.
 """
 MOST_LOOKS: Final = 20
 _LOOK_AGAIN_MS: Final = 500
-"""How many times a restore looks again for records that must be in the changelog, and the pause before each attempt."""
+"""The number of times that a restore retries a search for records that must be in the changelog, and the pause before
+each retry.
+"""
 _LOOK_BACK: Final = 256
-"""The number of offsets at the changelog's end that are searched first for a task record; the range then grows."""
+"""The number of offsets at the changelog's end in which the search for a task record begins. The range then grows."""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
 """A callback that receives the number of restored offsets and the total number of offsets to restore."""
@@ -71,7 +73,7 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 
 
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return a message that says why the local state is being restored again; ``record`` is the store's task record."""
+    """Return a message about why the local state is restored again. ``record`` is the store's task record."""
     return (
         f"{changelog}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
@@ -80,7 +82,7 @@ def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) 
 
 
 def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record."""
+    """Describe the effect of a changed guard period or grace. ``record`` is the changelog's newest task record."""
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
     judged_now = (
@@ -100,7 +102,8 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     full = accepted = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
         full = f" (to {instant(record.stream_time_ms + longer_ms)})"
-        # Sightings up to ``stream time - the old sum`` may be gone; they could make these records duplicates.
+        # Sightings up to ``stream time - the old sum`` may be gone. With these sightings, the records could be
+        # duplicates.
         accepted = f" with an event time before {instant(record.stream_time_ms - before_ms + window.guard_ms)}"
     return (
         text + "The sum is longer. Sightings that were forgotten stay forgotten, so until stream time has advanced by "
@@ -123,7 +126,7 @@ class Restored:
     """The changelog's first offset at the time of the restore."""
     end: int
     record: TaskRecord | None = None
-    """The newest task record that was read, as it was written, or None if there was none."""
+    """The newest task record that was read, as it was written, or None if no task record was read."""
 
 
 async def restore(
@@ -173,10 +176,11 @@ async def restore(
 
 
 async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: bool = True) -> TaskRecord | None:
-    """Return the newest committed task record of a changelog partition, or None if there is none.
+    """Return the newest committed task record of a changelog partition, or None if the partition has none.
 
-    With ``stable``, the function waits until no transaction is open on the partition. Without ``stable``, the function
-    reads only records that are committed now, because the transaction of a killed worker stays open until it times out.
+    If ``stable`` is True, the function waits until no transaction is open on the partition. Otherwise, the function
+    reads only records that are already committed, because the transaction of a killed worker stays open until it times
+    out.
     """
     bounds = await bounds_of(wire, changelog)
     begin, step = bounds.end, _LOOK_BACK
@@ -196,9 +200,9 @@ async def last_task_record(wire: Wire, changelog: TopicPartition, *, stable: boo
 
 
 async def look_again(wire: Wire) -> None:
-    """Look up the partition leaders again, and wait before the next search for records that must be in the changelog.
+    """Before the next search for records that must be in the changelog, look up the partition leaders again, and wait.
 
-    A broker that is cut off from its cluster may still believe that it leads the changelog, although it lacks the
+    A broker that is cut off from its cluster may still assume that it leads the changelog, even though it lacks the
     newest records (KIP-320).
     """
     await wire.refresh()
@@ -206,7 +210,7 @@ async def look_again(wire: Wire) -> None:
 
 
 async def bounds_reaching(wire: Wire, changelog: TopicPartition, position: int) -> LogBounds:
-    """Return a changelog's bounds, but look again for about 10 s while the changelog ends before ``position``."""
+    """Return a changelog's bounds. If the changelog ends before ``position``, retry for about 10 s."""
     bounds = await bounds_of(wire, changelog)
     looks = 0
     while position > bounds.end and looks < MOST_LOOKS:
@@ -221,11 +225,11 @@ async def fitted(
 ) -> LogBounds:
     """Make sure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    If the window requires segments of a different width, or if the store has no task record, which would say how wide
-    its segments are, the store is cleared, and all state is read from the changelog again. (A store without a task
+    If the window requires segments of a different width, or if the store has no task record, which would name the width
+    of its segments, the store is cleared, and all state is read from the changelog again. (A store without a task
     record may also contain part of a seed, whose mark must then be read again.) Raises StateIncompatible and changes
-    nothing if the store does not match the changelog or if the changelog lacks records that must be read. Exceptions
-    raised by ``accept`` propagate.
+    nothing if the store does not match the changelog or if the changelog lacks records that must be read. Also raises
+    all exceptions that ``accept`` raises.
     """
     record = store.task_record
     if record is not None:
@@ -250,8 +254,8 @@ async def fitted(
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the start of the changelog lacks records that its last task record requires.
 
-    The function also refuses a changelog that has no task record although the local state has one (``held``), because
-    owners never delete the last task record.
+    The function also refuses a changelog without a task record if the local state has one (``held``), because owners
+    never delete the last task record.
     """
     record = await last_task_record(wire, changelog)
     if record is None and held is not None:
@@ -278,7 +282,7 @@ async def truncated_to(
 
     If a broker that is cut off from its cluster has refused the fetch, `truncated_to` looks for the current leader, and
     returns ``position``. Raises ``refused``, the fetch error, if the changelog still contains ``position`` or if no
-    leader does. Raises StateIncompatible if another program deleted records that live segments need.
+    leader's log reaches it. Raises StateIncompatible if another program deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
     if position > bounds.end:
@@ -327,8 +331,8 @@ async def refuse_other_state(topology: Topology, cluster: Cluster, wire: Wire) -
 
 
 async def refuse_other_rule(topology: Topology, cluster: Cluster, wire: Wire) -> None:
-    """Raise StateIncompatible if the newest task record of any changelog partition was written by a topology that would
-    judge differently, or refers to another feeding topic.
+    """Raise StateIncompatible if any changelog partition's newest task record is from a topology that would judge
+    differently, or refers to another feeding topic.
     """
     fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
     feeding_topic = cluster.topics[topology.feeding_topics[0]]
@@ -344,7 +348,7 @@ async def refuse_other_rule(topology: Topology, cluster: Cluster, wire: Wire) ->
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
     """Apply the changelog records of one fetch in a single atomic write, in segments of width ``window.segment_ms``.
 
-    Segments that have expired according to the newest task record are left out.
+    Segments that the newest task record shows to be expired are omitted.
     """
     writes: Writes = found.writes
     if moved := _moved(writes, window):
@@ -366,7 +370,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
 
 
 def _moved(writes: Writes, window: Window) -> set[bytes]:
-    """Return the IDs of which some sightings belong to other segments than their records.
+    """Return the IDs with sightings that belong to segments other than their records' segments.
 
     The records were written with another guard period or grace, or they repeat sightings in later segments.
     """
@@ -380,7 +384,7 @@ def _moved(writes: Writes, window: Window) -> set[bytes]:
     return moved
 
 
-# If the group's offsets are deleted, a `repartition` task, which has no task record, would begin at `start`, and every
+# If the group's offsets were deleted, a `repartition` task, which has no task record, would begin at `start`, and every
 # record would get a second verdict. The changelog's task records show which source partitions were read. Both workers
 # and tasks check for lost offsets when they start, because a group's offsets can be deleted while its only worker is
 # frozen.
@@ -394,7 +398,7 @@ class LostOffsets:
     cluster: Cluster
     wire: Wire
     look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
-    """The latest search of the changelogs, or None; all tasks that start while it runs share its result."""
+    """The latest search of the changelogs, or None. All tasks that start during the search share its result."""
 
     async def refuse_any(self) -> None:
         """Raise StateIncompatible if any source partition was read but no longer has a committed offset."""
@@ -404,8 +408,8 @@ class LostOffsets:
         feeds = [Feed(topics.index(place.topic), place.partition) for place in self.cluster.places(topics)]
         missing = [feed for feed, none in (await at_once(self._has_none, feeds)).items() if none]
         read = await self._read_feeds() if missing else set()
-        # Meanwhile, another worker may have read the first record of a partition that was empty until now. The markers
-        # of that worker's transaction reach the changelog and the group's offsets in any order.
+        # In the meantime, another worker may have read the first record of a partition that was empty before. The
+        # markers of that worker's transaction reach the changelog and the group's offsets in any order.
         lost = [feed for feed in missing if feed in read and await self._has_none(feed, stable=True)]
         if lost:
             raise self._refusal(lost)
@@ -418,12 +422,12 @@ class LostOffsets:
         """
         if self.look is None or self.look.done():
             self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
-        # A task that is revoked must not cancel the search, because other tasks may wait for its result.
+        # A revoked task must not cancel the search, because other tasks may wait for the search's result.
         if feed in await asyncio.shield(self.look):
             raise self._refusal([feed])
 
     async def _read_feeds(self) -> set[Feed]:
-        """Return the source partitions that have judged records according to the task records."""
+        """Return the source partitions that have judged records, according to the task records."""
         changelogs = self.cluster.topics[self.topology.changelog_topic].places
         search = partial(last_task_record, self.wire, stable=False)
         records = await at_once(search, changelogs, most=_SEARCHES_AT_ONCE)
@@ -447,11 +451,12 @@ class LostOffsets:
 
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""The maximum size of a standby's step, in bytes of the changelog; the worker's own records wait during a step."""
+"""The maximum size of a standby's step, in bytes of the changelog. The worker's own records wait during a step."""
 SHARE: Final = 1.0
-"""How long all standbys pause after a step, as a multiple of the time that the step took."""
+"""The pause of all standbys after a step, as a multiple of the time that the step took."""
 _MOST_DAMAGES: Final = 2
-"""The number of times that a standby's store is found damaged before the standby stops until the next assignment."""
+"""The number of times that a standby's store may be found damaged before the standby stops until the next assignment.
+"""
 
 
 @dataclass(slots=True)
@@ -485,7 +490,9 @@ class Standbys:
         self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self, partitions: Iterable[int]) -> None:
-        """Stop the standbys of the given partitions and release their stores, which tasks may be about to open."""
+        """Stop the standbys of the given partitions, and release their stores, because tasks may be about to open these
+        stores.
+        """
         for partition in list(partitions):
             loop = self._loops.pop(partition, None)
             if loop is not None:
@@ -534,7 +541,9 @@ class Standbys:
             log.error(text, changelog, exc_info=error)
 
     def _let_go(self, partition: int, error: Exception) -> None:
-        """Close the store. If it is damaged, delete it instead and, the first time, follow the changelog again."""
+        """Close the store. If the store is damaged, delete it instead. After the first time, follow the changelog
+        again.
+        """
         self.lag.pop(partition, None)
         store = self._stores.pop(partition, None)
         if not isinstance(error, TaskCorrupted):
@@ -558,7 +567,7 @@ class Standbys:
         )
 
     def _is_own(self, partition: int) -> bool:
-        """Return whether the calling loop is still the loop that follows the partition."""
+        """Return whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:

@@ -1,7 +1,7 @@
 """Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
 By default, the topics that dedup creates keep records at least as long as the source topics do. Forwarded records keep
-their timestamps, so a topic with a shorter retention would soon lose the old ones.
+their timestamps, so a topic with a shorter retention would soon lose old records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
-"""Kafka's default retention (7 days), which is assumed for a topic if the worker is not permitted to read its configs.
+"""Kafka's default retention (7 days), which is assumed for a topic whose configs the worker is not permitted to read.
 """
 _FLAG: Final = "--onto-existing-output"
 _ANOTHER_OUTPUT: Final = (
@@ -51,7 +51,7 @@ _ANOTHER_OUTPUT: Final = (
 
 
 class Retention(NamedTuple):
-    """Describes how long a topic keeps a record after the record's timestamp, and why."""
+    """Describes how long a topic keeps a record after the record's timestamp, and the reason."""
 
     ms: float
     """The retention in ms, which is infinite if the topic keeps records forever."""
@@ -132,7 +132,7 @@ class Cluster:
         """Return the topics to which partitions may be added while workers run.
 
         With a repartition topic, every ID stays in its partition when partitions are added to a source topic. The
-        layout says which partitions are new.
+        layout shows which partitions are new.
         """
         return () if topology.direct or not self.begun_with else topology.source.topics
 
@@ -151,7 +151,7 @@ class Cluster:
         return offset_note(self.topics[feeding.topic].topic_id, changelog_id)
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return how many partitions each source topic and the repartition topic had when the state was created."""
+        """Return the partition counts of the source topics and the repartition topic when the state was created."""
         names = (*topology.source.topics, *topology.feeding_topics)
         return {name: self.begun_with.get(name, self.topics[name].partitions) for name in names}
 
@@ -192,7 +192,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def known_names(topology: Topology) -> list[str]:
-    """Return every topic that the topology may have, including the layout topic even if it is not needed."""
+    """Return every topic that the topology may have. The layout topic is included even if it is not needed."""
     return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
 
 
@@ -216,7 +216,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     longest = _longest_retention(sources)
     chosen_ms = settings.topics.retention_ms
     like_source = {**base, **large, **(longest if chosen_ms is None else Retention(chosen_ms)).configs()}
-    # People have to look at the records in side topics, so these records are kept at least for Kafka's default
+    # People have to examine the records in side topics, so these records are kept at least for Kafka's default
     # retention.
     unhurried = Retention(max(longest.ms, _BROKERS_DEFAULT_MS)).configs()
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
@@ -248,7 +248,7 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
     if topology.direct and topology.output is not None:
         output = have[topology.output.topic]
         checks.append((output, "output", "an output record keeps its source partition"))
-        # If the changelog does not match either, no output brings the IDs back into their partitions.
+        # If the changelog also does not match, no output can bring the IDs back into their partitions.
         if changelog.partitions == feeding.partitions:
             less = output.partitions < feeding.partitions
             mended = "add partitions to the output" if less else _ANOTHER_OUTPUT
@@ -265,13 +265,13 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
 def _created(topology: Topology, have: Mapping[str, Topic]) -> Iterator[str]:
     """Yield a sentence for each source topic whose new records lack the append time that the topology needs."""
     for name in topology.source.topics if topology.by_arrival else ():
-        # Empty configs mean that the worker is not permitted to read them. The tasks check every batch in any case.
+        # Empty configs mean that the worker is not permitted to read them. In any case, the tasks check every batch.
         if have[name].configs.get("message.timestamp.type") == "CreateTime":
             yield create_time_fault(name, f"Every new record of source topic {name!r}")
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Return whether the group has judged nothing yet and thus has no offset for any source or feeding topic."""
+    """Return whether the group has judged no record yet, and thus has no offset for any source or feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     places = [place for topic in have.values() for place in topic.places]
 
@@ -286,12 +286,12 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
 
 
 def state_topics(topology: Topology) -> tuple[str, ...]:
-    """Return the changelog and, if there is one, the repartition topic."""
+    """Return the changelog and, if the topology has one, the repartition topic."""
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
 def refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
-    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in the message, such as "changed"."""
+    """Raise StateIncompatible if a state topic is missing. ``done`` is the verb in the message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
@@ -309,7 +309,7 @@ def refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "ch
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
     """Create the missing topics, and return the cluster with all topics.
 
-    Raises StateIncompatible if a state topic is missing although the group has offsets or local state exists.
+    Raises StateIncompatible if a state topic is missing even though the group has offsets or local state exists.
     """
     have = await admin.topics(known_names(topology))
     wanted = missing_topics(topology, settings, have)
@@ -390,8 +390,8 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 async def refuse_plan(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> None:
     """Raise StateIncompatible if the topics of the plan must not be created.
 
-    This is the case if the changelog or the repartition topic is missing although the group has read records, or if the
-    partition counts of the existing topics and the planned topics do not match.
+    The topics must not be created if the changelog or the repartition topic is missing even though the group has read
+    records, or if the partition counts of the existing topics and the planned topics do not match.
     """
     planned = {topic.name: Topic(topic.name, "", topic.partitions) for topic in plan.make}
     if not planned.keys().isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
@@ -402,8 +402,8 @@ async def refuse_plan(topology: Topology, plan: TopicPlan, wire: Wire, admin: Ad
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan, and return their names.
 
-    Raises StateIncompatible before any topic is created, as `refuse_plan` does, or afterwards if partition counts do
-    not match because another process has created topics.
+    Raises StateIncompatible before any topic is created, as `refuse_plan` does, or afterward if partition counts do not
+    match because another process has created topics.
     """
     await refuse_plan(topology, plan, wire, admin)
     made = await admin.create(plan.make)
@@ -465,12 +465,12 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
             )
 
 
-# A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
-# that the output already holds. The order of the following two checks prevents races. The first check looks for records
-# below the output's last stable offset. The second check finds out whether this fleet has written to its changelog,
-# which every transaction of a task does before it ends. `dedup reset` and `--onto-existing-output` mark all records
-# below the output's ends as old, so that workers that start later need no option and `dedup verify` skips these
-# records.
+# A renamed topology, or a second topology with the same output, begins at `start` without state, and would forward
+# records that the output already contains. The order of the following two checks prevents races. The first check looks
+# for records below the output's last stable offset. The second check finds out whether this fleet has written to its
+# changelog, as every transaction of a task does before it ends. `dedup reset` and `--onto-existing-output` mark all
+# records below the output's ends as old. Therefore, workers that start later need no option, and `dedup verify` skips
+# these records.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
@@ -499,7 +499,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 async def begins_anew(topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, *, meant: bool) -> bool:
     """Return whether a worker that starts now begins without any state, neither in the cluster nor on this machine.
 
-    Raises StateIncompatible if a reset was interrupted, or if `refuse_used_output`, which gets ``meant``, raises it.
+    Raises StateIncompatible if a reset was interrupted, or if `refuse_used_output` raises it. ``meant`` is passed on.
     """
     marked = TopicPartition(topology.source.topics[0], 0)
     found = await committed_position(wire, topology.name, marked, stable=False)
