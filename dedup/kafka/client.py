@@ -650,9 +650,9 @@ def back_off(client: AIOKafkaClient) -> set[object]:
 
     Returns a set to which the client adds each node to which it could not connect. The caller may empty the set.
 
-    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable without an attempt.
-    Without the pause, aiokafka would retry constantly: after each failed attempt, it requests new metadata, for which
-    it tries to connect again.
+    The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
+    the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
+    tries to connect again.
     """
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}

@@ -213,7 +213,7 @@ class Reading:
     doubts: int = 0
     """The number of consecutive responses that report the position as missing from the log."""
     caught_up_ms: int = 0
-    """The latest known time at which no record after the position was readable, or 0 if no such time is known."""
+    """The last time at which no record after the position was readable, or 0 if no such time is known."""
 
 
 class Answer(NamedTuple):

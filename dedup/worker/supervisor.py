@@ -84,7 +84,7 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run the workers of a plan until a signal arrives or all workers have finished, and return the exit code."""
+    """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code."""
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
