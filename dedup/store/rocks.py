@@ -71,7 +71,7 @@ _FAMILY_PREFIX: Final = b"family/"
 _SECRET_KEY: Final = b"filter-secret"
 _SECRET_BYTES: Final = 32
 _LAST_POSITION: Final = b""
-"""The key of a segment's last position. State keys are never empty, so the empty key sorts before all of them."""
+"""The key of a segment's last position. State keys are never empty, so the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
 """The maximum number of IDs that `open` reads into a segment's filter (in 0.15 s). `warm` reads larger segments."""
@@ -150,8 +150,7 @@ def errors_of(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The error may outlive the store, and an iterator in a frame of the error's traceback would keep the database
-        # open.
+        # The error may outlive the store, and an iterator in the error's traceback would keep the database open.
         traceback.clear_frames(error.__traceback__)
         text = str(error)
         if type(error) is not Exception:
@@ -188,9 +187,7 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """The changelog position and the task record. They are stored in one value, so that neither is newer than the
-    other.
-    """
+    """The changelog position and the task record, in a single value so that neither can be newer than the other."""
 
     position: int
     record: TaskRecord | None
@@ -633,8 +630,8 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # RocksDB has just written a new MANIFEST that looks valid. CURRENT is deleted, so that every later
-                # `open` refuses the store.
+                # RocksDB has written a new MANIFEST that looks valid. Without CURRENT, every later `open` refuses the
+                # store.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"

@@ -541,9 +541,7 @@ class Standbys:
             log.error(text, changelog, exc_info=error)
 
     def _let_go(self, partition: int, error: Exception) -> None:
-        """Close the store. If the store is damaged, delete it instead. After the first time, follow the changelog
-        again.
-        """
+        """Close the store or, if it is damaged, delete it. After the first damage, follow the changelog again."""
         self.lag.pop(partition, None)
         store = self._stores.pop(partition, None)
         if not isinstance(error, TaskCorrupted):
