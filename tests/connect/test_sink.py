@@ -10,7 +10,6 @@ import sqlite3
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import psycopg
 import pytest
@@ -164,45 +163,25 @@ async def test_dead_letters_fit_their_topic(stage, admin):
     assert [message.value() for message in stage.read(f"{stage.name}.sink.dead-letter")] == bad
 
 
-async def send_letter(session, stopped=lambda: False, wire=None, sent_before=None):
-    """Send the dead letter of one record through a session; ``sent_before`` replaces the search in the topic."""
-    sender = DeadLetterProducer(wire, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stopped)
-    if sent_before is not None:
-        sender._in_topic = sent_before
-    place = TopicPartition("in", 0)
-    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), session)
-    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
-    return await sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")])
-
-
-class Offline:
-    """A session whose coordinator answers, and whose partition has no leader."""
-
-    commits = 0
-
-    async def open(self):
-        """The coordinator answers."""
-
-    async def commit(self, _offsets):
-        self.commits += 1
-        raise CommitUnknown("no leader is known.")
-
-    def add(self, _batches):
-        pass
-
-
 async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
     """Was: the sink waited until a broker answered, and kept the rows of its transaction locked meanwhile."""
 
-    class Silent(Offline):
+    class Silent:
         async def open(self):
             raise CommitUnknown("no answer.")
 
         async def commit(self, _offsets):
             raise CommitUnknown("no answer.")
 
+        def add(self, _batches):
+            pass
+
     stop = asyncio.Event()
-    sending = asyncio.create_task(send_letter(Silent(), stop.is_set))
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Silent())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    sending = asyncio.create_task(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]))
     await asyncio.sleep(0.1)
     assert not sending.done()
     stop.set()
@@ -210,56 +189,108 @@ async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
         await asyncio.wait_for(sending, 5)
 
 
-async def test_a_sink_that_sent_no_dead_letter_for_a_week_sends_the_next_one():
+async def test_a_sink_that_sent_no_dead_letter_for_a_week_sends_the_next_one(monkeypatch):
     """Was: it stopped with TaskMigrated, as if another process had the partition, whose row it has locked."""
+    epochs, commits = [], []
 
-    class Idle(Offline):
-        epochs = 0
-
+    class Idle:
         async def open(self):
-            self.epochs += 1
+            epochs.append(1)
 
         async def commit(self, _offsets):
-            self.commits += 1
-            if not self.epochs:
+            commits.append(1)
+            if not epochs:
                 raise ProducerForgotten("InvalidProducerIdMapping.")
 
-    session = Idle()
-    assert await send_letter(session, sent_before=AsyncMock(return_value=set())) == 1
-    assert (session.epochs, session.commits) == (1, 2)
+        def add(self, _batches):
+            pass
+
+    async def nothing(*_):
+        return set()
+
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]))
+    monkeypatch.setattr(sender, "_in_topic", nothing)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Idle())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    assert await sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]) == 1
+    assert (len(epochs), len(commits)) == (1, 2)
 
 
-async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline():
+async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline(monkeypatch):
     """Was: as long as brokers answered, the sink tried again without a pause, and did not end."""
-    session = Offline()
-    sending = send_letter(session, lambda: session.commits == 3, sent_before=AsyncMock(return_value=set()))
-    with pytest.raises(BrokerUnavailable, match=r"no dead letter could be sent: no leader is known\. No row"):
-        await asyncio.wait_for(sending, 30)
-    assert session.commits == 3
+    stop, tries = asyncio.Event(), []
+
+    class Offline:
+        async def open(self):
+            """The coordinator answers."""
+
+        async def commit(self, _offsets):
+            tries.append(1)
+            if len(tries) == 3:
+                stop.set()
+            raise CommitUnknown("no leader is known.")
+
+        def add(self, _batches):
+            pass
+
+    async def nothing(*_):
+        return set()
+
+    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
+    monkeypatch.setattr(sender, "_in_topic", nothing)
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Offline())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
+    with pytest.raises(
+        BrokerUnavailable, match=r"stopped while no dead letter could be sent: no leader is known\. No row"
+    ):
+        await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
+    assert len(tries) == 3
 
 
 async def test_a_stop_is_heard_while_the_dead_letter_partition_has_no_leader(monkeypatch):
     """Was: the sink searched the partition for its dead letters until a leader was elected, and did not end."""
     monkeypatch.setattr("dedup.connect.dead_letter_producer._STOP_WITHIN_S", 0.1)
+    stop = asyncio.Event()
+
+    class Session:
+        async def open(self):
+            """The coordinator answers."""
+
+        async def commit(self, _offsets):
+            raise CommitUnknown("no leader is known.")
+
+        def add(self, _batches):
+            pass
 
     class Wire:
-        known = iter([LogBounds(0, 5)])
+        bounds_known = True
 
         async def topics(self, names):
             return {name: TopicNow("id", 1) for name in names}
 
         async def bounds(self, _place):
-            for found in self.known:
-                return found
-            raise NoAnswer("no leader is known.")
+            if not self.bounds_known:
+                raise NoAnswer("no leader is known.")
+            self.bounds_known = False
+            return LogBounds(0, 5)
 
-        leader = bounds
+        async def leader(self, _place):
+            stop.set()
+            raise NoAnswer("no leader is known.")
 
         async def pause(self, ms):
             await asyncio.sleep(ms / 1_000)
 
+    sender = DeadLetterProducer(
+        Wire(), "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set
+    )
+    place = TopicPartition("in", 0)
+    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Session())
+    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
     with pytest.raises(BrokerUnavailable, match=r"stopped while no dead letter could be sent: no usable answer"):
-        await asyncio.wait_for(send_letter(Offline(), lambda: True, Wire()), 30)
+        await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
 
 
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
