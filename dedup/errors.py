@@ -124,8 +124,6 @@ class TaskMigrated(DedupError):
 class CommitUnknown(TaskMigrated):
     """A transactional request got no response, so only a new task can find out whether the request took effect."""
 
-    exit_code = 5
-
 
 class ProducerForgotten(TaskMigrated):
     """The coordinator does not know the producer ID: it was idle for too long, or another process has taken over.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from dedup.errors import FULL_DISK, AuthorMistake, CommitUnknown, DedupError, PackageMissing, Terminated
+from dedup.errors import FULL_DISK, AuthorMistake, DedupError, PackageMissing, Terminated
 from dedup.kafka.outage_lines import quiet_logging
 
 _GC_THRESHOLD: Final = 100_000
@@ -185,8 +185,7 @@ def main() -> None:
     try:
         create_app()()
     except DedupError as error:
-        again = " When the brokers respond, run the command again; it finds out what took effect."
-        typer.echo(f"{error}{again if isinstance(error, CommitUnknown) else ''}", err=True)
+        typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in FULL_DISK:

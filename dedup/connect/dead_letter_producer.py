@@ -23,17 +23,14 @@ from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import Position, TopicPartition, patience
-from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.kafka.wire import Position, TopicPartition
+from dedup.worker.offsets import committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, SOURCE, TIMESTAMP
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
-_STOP_WITHIN_S: Final = 5.0
-"""The time, in seconds, after which a search in a topic that cannot be read ends, to see whether the sink is stopped.
-"""
 
 
 @dataclass(slots=True)
@@ -130,10 +127,7 @@ class DeadLetterProducer:
             self._partitions[number] = state
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
-        """Return the source offsets in the range ``offsets`` for which the topic already contains dead letters.
-
-        Raises BrokerUnavailable if the partition has no leader for longer than `PATIENCE_S`.
-        """
+        """Return the source offsets in the range ``offsets`` for which the topic already contains dead letters."""
         found: set[int] = set()
         if not offsets:
             return found
@@ -142,10 +136,7 @@ class DeadLetterProducer:
         reader = TopicReader(self._wire, check, after_loss="a restart reads the records that are left.")
         await reader.begin(state.target, FROM_START)
         while not reader.at_end:
-            answers = await reader.poll()
-            if not answers:
-                await bounds_of(self._wire, state.target)
-            for answer in answers:
+            for answer in await reader.poll():
                 places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
                 of_partition = (int(place.removeprefix(own)) for place in places if place and place.startswith(own))
                 found.update(offset for offset in of_partition if offset in offsets)
@@ -203,8 +194,7 @@ class DeadLetterProducer:
                 # Opening the session cannot fence a successor, because a successor must first update the database row,
                 # which this process has locked.
                 await state.session.open()
-                with patience(_STOP_WITHIN_S):
-                    return await self._in_topic(state, offsets)
+                return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
                 log.warning("waiting for the broker: %s", again, extra=AWAY)
                 self._refuse_if_stopped(again)

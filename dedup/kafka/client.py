@@ -30,7 +30,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, bootstrap, connect, never_create_topics, say_throttled, until_refused
+from dedup.kafka.connection import Connection, connect, never_create_topics, say_throttled, until_refused
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -184,7 +184,7 @@ class KafkaWire:
         outlast_blocks(self._client)
         never_create_topics(self._client)
         try:
-            await connect(self.connection, functools.partial(bootstrap, self._client))
+            await connect(self.connection, self._client.bootstrap)
         except BaseException:
             await self._client.close()
             raise

@@ -278,17 +278,6 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     return min(findings, key=lambda finding: finding.passing, default=None)
 
 
-async def bootstrap(client: AIOKafkaClient) -> None:
-    """Connect a client to its cluster.
-
-    Raises KafkaConnectionError if no broker responds, or if the cluster has no broker yet: a broker that is starting
-    may respond before it has registered itself.
-    """
-    await client.bootstrap()
-    if not client.cluster.brokers():
-        raise kafka_errors.KafkaConnectionError("a broker responds, but no broker of the cluster is ready")
-
-
 async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]) -> None:
     """Repeat ``attempt``, which connects a client of aiokafka, until a broker responds.
 

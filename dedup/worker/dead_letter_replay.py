@@ -327,11 +327,7 @@ class Replay:
             if at != remaining.unread[0][0]:
                 at = remaining.unread[0][0]
                 fetcher.begin(side, at)
-            answers = await fetcher.poll([side])
-            if not answers:
-                # Raises BrokerUnavailable if the partition has no leader for too long.
-                await bounds_of(self.wire, side)
-            for answer in answers:
+            for answer in await fetcher.poll([side]):
                 found = self._chosen(side, answer, remaining)
                 await self._send(session, side, found)
                 if found.full:

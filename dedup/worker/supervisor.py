@@ -35,8 +35,8 @@ class Child:
 
     number: int
     """The number at the end of the worker's ID; numbers start at 1."""
-    process: subprocess.Popen[bytes] | None = None
-    started_s: float = 0.0
+    process: subprocess.Popen[bytes]
+    started_s: float
     back_off_s: float = FIRST_BACK_OFF_S
     start_at_s: float | None = None
     finished: bool = False
@@ -93,7 +93,9 @@ def supervise(plan: FleetPlan) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     lines = {number: plan.command(number) for number in range(1, plan.workers + 1)}
-    children = [Child(number, start_at_s=0.0) for number in lines]
+    children = [
+        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in lines.items()
+    ]  # the command line is dedup's own
     code = 0
     try:
         while not stopping and not code and not all(child.finished for child in children):
@@ -108,17 +110,15 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Start a worker whose time has come, plan the restart of a dead one, and return an exit code that ends the fleet.
-
-    The exit code 0 means that the fleet continues.
-    """
+    """Restart a dead worker after its back-off, and return an exit code that ends the fleet, or 0 to continue."""
     if child.finished:
         return 0
     if child.start_at_s is not None:
         if now_s >= child.start_at_s:
-            _start(child, line, now_s)
+            child.process = subprocess.Popen(line)  # the command line is dedup's own
+            child.started_s, child.start_at_s = now_s, None
         return 0
-    code = None if child.process is None else child.process.poll()
+    code = child.process.poll()
     if code is None:
         return 0
     if code == 0:
@@ -128,24 +128,10 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
         child.was_calm, child.back_off_s = True, FIRST_BACK_OFF_S
     if code in FINAL or (code == NO_BROKER and not child.was_calm):
         return code
-    _plan_start(child, f"exited with code {code}; it restarts", now_s)
-    return 0
-
-
-def _start(child: Child, line: list[str], now_s: float) -> None:
-    try:
-        child.process = subprocess.Popen(line)  # the command line is dedup's own
-    except OSError as error:
-        # The machine has too little memory, or a limit of processes or open files is reached.
-        _plan_start(child, f"cannot be started ({error}); the next attempt is", now_s)
-    else:
-        child.started_s, child.start_at_s = now_s, None
-
-
-def _plan_start(child: Child, why: str, now_s: float) -> None:
-    log.warning("worker %d %s in %.1f s", child.number, why, child.back_off_s)
+    log.warning("worker %d exited with code %d; it restarts in %.1f s", child.number, code, child.back_off_s)
     child.start_at_s = now_s + child.back_off_s
     child.back_off_s = min(2 * child.back_off_s, _LONGEST_BACK_OFF_S)
+    return 0
 
 
 def _drain(children: Sequence[Child]) -> int:
@@ -154,8 +140,7 @@ def _drain(children: Sequence[Child]) -> int:
     If a signal kills a worker that is already stopping, the worker's exit code is 128 plus the signal's number, as in a
     shell. A worker that SIGTERM kills is ignored, because it had either not begun to judge or already finished.
     """
-    started = [child.process for child in children if child.process is not None]
-    living = [process for process in started if process.poll() is None]
+    living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)
     codes = [process.wait() for process in living]

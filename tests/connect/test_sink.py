@@ -33,7 +33,7 @@ from dedup.errors import (
     TaskMigrated,
 )
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import LogBounds, NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.topology.parse import parse
 from tests.connect.stage import made, postgres_rows, sqlite_rows
@@ -247,50 +247,6 @@ async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline(monkeypatc
     ):
         await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
     assert len(tries) == 3
-
-
-async def test_a_stop_is_heard_while_the_dead_letter_partition_has_no_leader(monkeypatch):
-    """Was: the sink searched the partition for its dead letters until a leader was elected, and did not end."""
-    monkeypatch.setattr("dedup.connect.dead_letter_producer._STOP_WITHIN_S", 0.1)
-    stop = asyncio.Event()
-
-    class Session:
-        async def open(self):
-            """The coordinator answers."""
-
-        async def commit(self, _offsets):
-            raise CommitUnknown("no leader is known.")
-
-        def add(self, _batches):
-            pass
-
-    class Wire:
-        bounds_known = True
-
-        async def topics(self, names):
-            return {name: TopicNow("id", 1) for name in names}
-
-        async def bounds(self, _place):
-            if not self.bounds_known:
-                raise NoAnswer("no leader is known.")
-            self.bounds_known = False
-            return LogBounds(0, 5)
-
-        async def leader(self, _place):
-            stop.set()
-            raise NoAnswer("no leader is known.")
-
-        async def pause(self, ms):
-            await asyncio.sleep(ms / 1_000)
-
-    sender = DeadLetterProducer(
-        Wire(), "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set
-    )
-    place = TopicPartition("in", 0)
-    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Session())
-    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
-    with pytest.raises(BrokerUnavailable, match=r"stopped while no dead letter could be sent: no usable answer"):
-        await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
 
 
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):

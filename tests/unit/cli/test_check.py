@@ -16,7 +16,6 @@ from dedup.cli import main as entry
 from dedup.errors import (
     AuthorMistake,
     BrokerUnavailable,
-    CommitUnknown,
     InvariantBroken,
     SettingsError,
     StateIncompatible,
@@ -472,11 +471,6 @@ class TestMain:
     def test_errors_become_a_sentence_and_an_exit_code(self, monkeypatch, capsys, error, code):
         assert self.run(monkeypatch, raises=error) == code
         assert capsys.readouterr().err == "x y z\n"
-
-    def test_a_command_that_got_no_response_is_to_be_run_again(self, monkeypatch, capsys):
-        """Was exit code 1, as for a defect, and no word about what to do."""
-        assert self.run(monkeypatch, raises=CommitUnknown("x y z.")) == 5
-        assert capsys.readouterr().err.endswith("run the command again; it finds out what took effect.\n")
 
     @pytest.mark.parametrize("mistake", [AuthorMistake, TopologyError, SettingsError])
     def test_a_mistake_lists_at_least_one_problem(self, mistake):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, TaskMigrated
+from dedup.errors import CommitUnknown, DedupError, TaskMigrated
 from dedup.kafka.consumer import Answer
 from dedup.kafka.memory_wire import MemoryWire
 from dedup.kafka.record_batch import Columns, Header
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import CommittedOffset, LogBounds, NoAnswer, TopicPartition, patience
+from dedup.kafka.wire import CommittedOffset, LogBounds, TopicPartition
 from dedup.settings import Settings
 from dedup.topology.parse import parse
 from dedup.worker.dead_letter_replay import MOST_NOTE_BYTES, Remaining, Replay, left_in, note_of, replay_plan, with_left
@@ -213,37 +212,3 @@ async def test_a_thousand_refused_letters_cost_no_epoch_each(monkeypatch: pytest
     # One epoch for a batch whose letters are not named, one for each fetch with refused letters, and one for the rest.
     assert wire.opened <= 4
     assert wire.read(TopicPartition("in", 0), 0).values == [b"small", b"small"]
-
-
-class LeaderlessWire(CountingWire):
-    """Has no leader for any partition once ``leaderless`` is set."""
-
-    leaderless = False
-
-    async def bounds(self, source: TopicPartition) -> LogBounds:
-        if self.leaderless:
-            raise NoAnswer(f"no leader of {source} is known")
-        return await super().bounds(source)
-
-
-class SilentFetcher(Fetcher):
-    """Finds that the partition has lost its leader."""
-
-    async def poll(self, _sides: list[TopicPartition]) -> list[Answer]:
-        cast("LeaderlessWire", self.wire).leaderless = True
-        await asyncio.sleep(0)
-        return []
-
-
-async def test_a_partition_without_a_leader_ends_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Was: the replay waited without a word for as long as the partition had no leader."""
-    wire = LeaderlessWire(lambda: 0)
-    source, letters = Topic("in", "1", 1), Topic(SIDE.topic, "2", 1)
-    for topic in (source, letters):
-        wire.create(topic)
-    wire.append(SIDE, [(0, 0, None, b"v", [])])
-    monkeypatch.setattr("dedup.worker.dead_letter_replay.FeedFetcher", SilentFetcher)
-    made = replay()
-    made.cluster, made.wire = Cluster({"in": source, SIDE.topic: letters}), cast("Any", wire)
-    with pytest.raises(BrokerUnavailable, match="each partition has a leader; then run the command again"), patience(0):
-        await asyncio.wait_for(made.run(), 30)

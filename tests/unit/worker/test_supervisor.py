@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,23 +144,3 @@ def test_a_restart_is_logged_with_the_number_in_the_workers_id(tmp_path: Path, c
     plan = SimpleNamespace(workers=2, command=lines.__getitem__)
     assert supervise(cast("FleetPlan", plan)) == 0
     assert [message.split(";")[0] for message in caplog.messages] == ["worker 2 exited with code 7"]
-
-
-def test_a_worker_that_the_machine_cannot_start_is_started_later(tmp_path: Path, caplog, monkeypatch):
-    """Was: the fleet ended with a traceback, and left the workers that had been started before without a supervisor."""
-    real, failures = fleet.subprocess.Popen, [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
-
-    def start(line: list[str]) -> object:
-        if line[-1] == "import sys" and failures:
-            raise failures.pop()
-        return real(line)
-
-    monkeypatch.setattr(fleet.subprocess, "Popen", start)
-    lines = {1: [sys.executable, "-c", "pass"], 2: [sys.executable, "-c", "import sys"]}
-    plan = SimpleNamespace(workers=2, command=lines.__getitem__)
-    assert supervise(cast("FleetPlan", plan)) == 0
-    assert not failures
-    (message,) = caplog.messages
-    assert message == (
-        "worker 2 cannot be started ([Errno 11] Resource temporarily unavailable); the next attempt is in 0.5 s"
-    )
