@@ -23,7 +23,7 @@ from aiokafka.protocol.transaction import (
 
 from dedup.errors import BrokerUnavailable
 from dedup.kafka.client import metadata_request, sendable
-from dedup.kafka.connection import Connection, advertised, probing
+from dedup.kafka.connection import Connection, advertised, connect, probing
 from dedup.kafka.requests import (
     API_VERSIONS,
     UNKNOWN_TOPIC,
@@ -69,10 +69,10 @@ class Rights:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._client.bootstrap()
-        except KafkaError as error:
+            await connect(self._connection, self._client.bootstrap)
+        except BaseException:
             await self._client.close()
-            raise BrokerUnavailable(f"no broker answers at {', '.join(self._connection.brokers)}: {error}.") from error
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

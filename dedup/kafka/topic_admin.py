@@ -22,7 +22,7 @@ from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable, DedupError
 from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
-from dedup.kafka.connection import Connection
+from dedup.kafka.connection import Connection, connect
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, error_name, patience
@@ -92,7 +92,9 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use `Admin` with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use `Admin` with ``async with``, which raises BrokerUnavailable if no broker responds; see
+    `connect`.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -100,13 +102,10 @@ class Admin:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._client.start()
-        except KafkaError as error:
+            await connect(self._connection, self._client.start)
+        except BaseException:
             await self.__aexit__()
-            brokers = ", ".join(self._connection.brokers)
-            raise BrokerUnavailable(
-                f"no broker answers at {brokers} ({error}). Start one (`dedup broker`), or correct `brokers`."
-            ) from error
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

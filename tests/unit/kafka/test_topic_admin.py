@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.errors import NodeNotReadyError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaConnectionError, NodeNotReadyError, TopicAuthorizationFailedError
 from aiokafka.protocol.commit import OffsetCommitRequest_v3
 
 from dedup.errors import BrokerUnavailable
+from dedup.kafka.authorization import Rights
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic
@@ -156,3 +157,42 @@ def test_a_refusal_is_not_repeated() -> None:
     with pytest.raises(BrokerUnavailable, match="TopicAuthorizationFailed"):
         asked_of(cluster, topics, patience_ms=60_000)
     assert cluster.asked == 1
+
+
+class Late:
+    """Stands for aiokafka's clients: no broker answers their first attempt to connect."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.closed = False
+
+    async def start(self) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise KafkaConnectionError("Unable to bootstrap")
+
+    bootstrap = start
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("kind", [Admin, Rights])
+async def test_a_broker_that_does_not_answer_at_once_is_waited_for(kind: type[Admin | Rights]) -> None:
+    """Was: exit code 5 at the first attempt, though the process had just been connected."""
+    client = Late()
+    made = kind(Connection(("localhost:1",), Security()))
+    made._client = cast("Any", client)  # type: ignore[misc]
+    async with made:
+        assert client.attempts == 2
+    assert client.closed
+
+
+@pytest.mark.parametrize("kind", [Admin, Rights])
+async def test_a_client_that_cannot_connect_is_closed(kind: type[Admin | Rights]) -> None:
+    client = Late()
+    made = kind(Connection(("localhost:1",), Security(), patience_ms=0))
+    made._client = cast("Any", client)  # type: ignore[misc]
+    with pytest.raises(BrokerUnavailable, match=r"^no broker answers at localhost:1\. localhost:1: nothing"):
+        await made.__aenter__()
+    assert client.closed
