@@ -22,7 +22,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import metadata_request, sendable
+from dedup.kafka.client import back_off, metadata_request, sendable
 from dedup.kafka.connection import Connection, advertised, connect, probing
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -66,10 +66,11 @@ class Rights:
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client: Final = AIOKafkaClient(**connection.client_options())
+        back_off(self._client)
 
     async def __aenter__(self) -> Self:
         try:
-            await connect(self._connection, self._client.bootstrap)
+            await connect(self._connection, self._client, self._client.bootstrap)
         except BaseException:
             await self._client.close()
             raise

@@ -21,7 +21,7 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable, DedupError
-from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
+from dedup.kafka.client import Codes, KafkaWire, back_off, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection, connect
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
@@ -99,10 +99,11 @@ class Admin:
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client = AIOKafkaAdminClient(**connection.client_options())
+        back_off(self._client._client)  # noqa: SLF001  # the admin client has no public API for this
 
     async def __aenter__(self) -> Self:
         try:
-            await connect(self._connection, self._client.start)
+            await connect(self._connection, self._client._client, self._client.start)  # noqa: SLF001  # as in `__init__`
         except BaseException:
             await self.__aexit__()
             raise

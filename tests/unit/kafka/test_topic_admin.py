@@ -165,6 +165,8 @@ class Late:
     def __init__(self) -> None:
         self.attempts = 0
         self.closed = False
+        self.cluster = SimpleNamespace(brokers=lambda: {1})
+        self._client = self
 
     async def start(self) -> None:
         self.attempts += 1
