@@ -20,7 +20,7 @@ from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
-from dedup.errors import BrokerUnavailable, DedupError
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
 from dedup.kafka.client import Codes, KafkaWire, back_off, grouped, metadata_request, sendable
 from dedup.kafka.connection import Connection, connect
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
@@ -299,7 +299,8 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
     """Do the same as `on_cluster` in an event loop that is already running.
 
-    Requests of ``work`` are repeated for at most the connection's `patience_ms`.
+    Requests of ``work`` are repeated for at most the connection's `patience_ms`. Whatever ``work`` does must be safe to
+    repeat after CommitUnknown, for which `connected` raises BrokerUnavailable.
     """
     wire = KafkaWire(connection)
     await wire.start()
@@ -307,6 +308,12 @@ async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], A
         with patience(connection.patience_ms / 1000):
             async with Admin(wire.connection) as admin:
                 return await work(wire, admin)
+    except CommitUnknown as error:
+        raise BrokerUnavailable(
+            f"the brokers did not confirm a transaction, so it is unknown whether it took effect: {error} Check the "
+            "brokers, and that each partition has a leader; then run the same command again, which finds out and "
+            "completes what is left."
+        ) from error
     finally:
         await wire.stop()
 

@@ -11,11 +11,11 @@ import pytest
 from aiokafka.errors import KafkaConnectionError, NodeNotReadyError, TopicAuthorizationFailedError
 from aiokafka.protocol.commit import OffsetCommitRequest_v3
 
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.authorization import Rights
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
-from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic
+from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic, connected
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Security
 
@@ -198,3 +198,36 @@ async def test_a_client_that_cannot_connect_is_closed(kind: type[Admin | Rights]
     with pytest.raises(BrokerUnavailable, match=r"^no broker answers at localhost:1\. localhost:1: nothing"):
         await made.__aenter__()
     assert client.closed
+
+
+async def test_a_command_whose_transaction_is_not_confirmed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Was: exit code 1, and `a new epoch will reveal the outcome`."""
+
+    class Wire:
+        def __init__(self, connection: Connection) -> None:
+            self.connection = connection
+            self.stopped = False
+            wires.append(self)
+
+        async def start(self) -> None:
+            """Connect at once."""
+
+        async def stop(self) -> None:
+            self.stopped = True
+
+    class There(Late):
+        async def start(self) -> None:
+            """Connect at once."""
+
+    async def work(_wire: object, _admin: Admin) -> None:
+        raise CommitUnknown("t.layout: EndTxn got no answer.")
+
+    wires: list[Wire] = []
+    monkeypatch.setattr("dedup.kafka.topic_admin.KafkaWire", Wire)
+    monkeypatch.setattr("dedup.kafka.topic_admin.AIOKafkaAdminClient", lambda **_: There())
+    monkeypatch.setattr("dedup.kafka.topic_admin.back_off", lambda _: set())
+    with pytest.raises(
+        BrokerUnavailable, match=r"EndTxn got no answer\. Check the brokers, .* run the same command again"
+    ):
+        await connected(Connection(("localhost:1",), Security()), work)
+    assert [wire.stopped for wire in wires] == [True]
