@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dedup.connect.fenced_consumer import FROM_START, TopicReader
+from dedup.connect.open_database import START_WITHIN_S
 from dedup.connect.transactional_outbox import PAUSE_S
 from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten
 from dedup.kafka.client import KafkaWire
@@ -23,13 +24,18 @@ from dedup.kafka.outage_lines import AWAY
 from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import Position, TopicPartition
+from dedup.kafka.wire import NoAnswer, Position, TopicPartition, patience
 from dedup.worker.offsets import committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, SOURCE, TIMESTAMP
+from dedup.worker.task_manager import ended
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
+T = TypeVar("T")
+_LOOK_S: Final = 0.2
+_STOP_WITHIN_S: Final = 1.0
+"""How long a stop waits for brokers that may be about to answer."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -113,18 +119,33 @@ class DeadLetterProducer:
         """Fence earlier owners, and find the dead letters of records that are not yet committed in the database.
 
         ``positions`` maps each source partition to the position stored in the database. Raises CommitUnknown if no
-        broker responds in time.
+        broker responds in time, and BrokerUnavailable if a partition has no leader or the sink is stopped meanwhile.
         """
-        timeout_ms = self._settings.transaction_timeout_ms
         for number, position in positions.items():
-            name = f"{self._group}.{number}"
-            session = Session(self._wire, name, self._group, timeout_ms=timeout_ms)
-            await session.open()
-            target = TopicPartition(self._topic.name, number % self._topic.partitions)
-            state = _Partition(TopicPartition(self._source_topic, number), target, session)
-            state.sent_to = await committed_offset(self._wire, self._group, state.source) or 0
-            state.sent = await self._in_topic(state, range(max(0, position), state.sent_to))
-            self._partitions[number] = state
+            self._partitions[number] = await self._unless_stopped(self._opened(number, position))
+
+    async def _opened(self, number: int, position: int) -> _Partition:
+        timeout_ms = self._settings.transaction_timeout_ms
+        session = Session(self._wire, f"{self._group}.{number}", self._group, timeout_ms=timeout_ms)
+        await session.open()
+        target = TopicPartition(self._topic.name, number % self._topic.partitions)
+        state = _Partition(TopicPartition(self._source_topic, number), target, session)
+        state.sent_to = await committed_offset(self._wire, self._group, state.source) or 0
+        state.sent = await self._in_topic(state, range(max(0, position), state.sent_to))
+        return state
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``. Raises BrokerUnavailable if the sink is stopped and ``work`` does not end."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and not self._stopped():
+                await asyncio.wait({task}, timeout=_LOOK_S)
+            await asyncio.wait({task}, timeout=_STOP_WITHIN_S)
+            if not task.done():
+                raise _interrupted("no broker has said yet which were sent before.")
+            return task.result()
+        finally:
+            await ended([task])
 
     async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
         """Return the source offsets in the range ``offsets`` for which the topic already contains dead letters."""
@@ -134,13 +155,15 @@ class DeadLetterProducer:
         own = f"{state.source.topic}/{state.source.partition}/".encode()
         check = await TopicCheck.of(self._wire, state.target.topic)
         reader = TopicReader(self._wire, check, after_loss="a restart reads the records that are left.")
-        await reader.begin(state.target, FROM_START)
-        while not reader.at_end:
-            for answer in await reader.poll():
-                places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
-                of_partition = (int(place.removeprefix(own)) for place in places if place and place.startswith(own))
-                found.update(offset for offset in of_partition if offset in offsets)
-        reader.close()
+        try:
+            await reader.begin(state.target, FROM_START)
+            while not reader.at_end:
+                for answer in await reader.poll():
+                    places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
+                    of_partition = (int(place.removeprefix(own)) for place in places if place and place.startswith(own))
+                    found.update(offset for offset in of_partition if offset in offsets)
+        finally:
+            reader.close()
         return found
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
@@ -177,7 +200,8 @@ class DeadLetterProducer:
                 await state.session.commit({state.source: Position(end)})
             except (CommitUnknown, ProducerForgotten) as unknown:
                 log.warning("%s", unknown, extra=AWAY if isinstance(unknown, CommitUnknown) else None)
-                state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
+                told = self._sent_before(state, range(min(offsets), max(offsets) + 1))
+                state.sent |= await self._unless_stopped(told)
                 if not offsets <= state.sent:
                     if pause_s:
                         self._refuse_if_stopped(unknown)
@@ -194,23 +218,30 @@ class DeadLetterProducer:
                 # Opening the session cannot fence a successor, because a successor must first update the database row,
                 # which this process has locked.
                 await state.session.open()
-                return await self._in_topic(state, offsets)
+                with patience(START_WITHIN_S):  # only so that the log says that the sink is waiting
+                    return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
-                log.warning("waiting for the broker: %s", again, extra=AWAY)
+                # If the patience is over, its cause says why, and not that the user should run the command again.
+                why = again.__cause__ if isinstance(again.__cause__, NoAnswer) else again
+                log.warning("waiting for the broker: %s", why, extra=AWAY)
                 self._refuse_if_stopped(again)
                 await asyncio.sleep(PAUSE_S)
 
     def _refuse_if_stopped(self, why: Exception) -> None:
         if self._stopped():
-            raise BrokerUnavailable(
-                f"stopped while no dead letter could be sent: {why} No row of the transaction was written. The next "
-                f"start finds out which dead letters were sent, and continues accordingly."
-            ) from why
+            raise _interrupted(str(why)) from why
 
     async def close(self) -> None:
         """Abort the transactions that are still open."""
         for state in self._partitions.values():
             await state.session.drop()
+
+
+def _interrupted(why: str) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"stopped while no dead letter could be sent: {why} No row of the transaction was written. The next start "
+        "finds out which dead letters were sent, and continues accordingly."
+    )
 
 
 def _line(record: RejectedRecord) -> Line:

@@ -22,8 +22,8 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import metadata_request, sendable
-from dedup.kafka.connection import Connection, advertised, probing
+from dedup.kafka.client import back_off, metadata_request, sendable
+from dedup.kafka.connection import Connection, advertised, connect, probing
 from dedup.kafka.requests import (
     API_VERSIONS,
     UNKNOWN_TOPIC,
@@ -66,13 +66,14 @@ class Rights:
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client: Final = AIOKafkaClient(**connection.client_options())
+        back_off(self._client)
 
     async def __aenter__(self) -> Self:
         try:
-            await self._client.bootstrap()
-        except KafkaError as error:
+            await connect(self._connection, self._client, self._client.bootstrap)
+        except BaseException:
             await self._client.close()
-            raise BrokerUnavailable(f"no broker answers at {', '.join(self._connection.brokers)}: {error}.") from error
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -30,7 +30,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import Connection, connect, never_create_topics, say_throttled, until_refused
+from dedup.kafka.connection import Connection, connect, never_create_topics, say_no_name, say_throttled, until_refused
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     API_VERSIONS,
@@ -184,7 +184,7 @@ class KafkaWire:
         outlast_blocks(self._client)
         never_create_topics(self._client)
         try:
-            await connect(self.connection, self._client.bootstrap)
+            await connect(self.connection, self._client, self._client.bootstrap)
         except BaseException:
             await self._client.close()
             raise
@@ -652,7 +652,8 @@ def back_off(client: AIOKafkaClient) -> set[object]:
 
     The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
     the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
-    tries to connect again.
+    tries to connect again. A node whose host name Python refuses to look up, such as ``.svc``, counts as unreachable,
+    too: its UnicodeError would end aiokafka's task that updates the metadata, and whoever waits for it would hang.
     """
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}
@@ -668,7 +669,11 @@ def back_off(client: AIOKafkaClient) -> set[object]:
                 return None
             # Of all requests that arrive after the pause, only this one makes the next attempt.
             known = waits[node_id] = pause_s, clock_s() + pause_s
-        made: AIOKafkaConnection | None = await connect(node_id, **options)
+        made: AIOKafkaConnection | None = None
+        try:
+            made = await connect(node_id, **options)
+        except UnicodeError:
+            say_no_name(node_id, client.cluster.broker_metadata(node_id).host)
         if made is not None:
             waits.pop(node_id, None)
             return made

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
@@ -169,6 +169,12 @@ def say_throttled(broker: str, api_key: int, throttled_ms: int) -> None:
     )
 
 
+def say_no_name(node_id: object, host: str) -> None:
+    """Log that a broker advertises a host name that Python refuses to look up."""
+    text = "broker %s advertises %r, which is not a host name. Correct its `advertised.listeners`, and restart it."
+    log.warning(text, node_id, host, extra=AWAY)
+
+
 _update: Final = AIOKafkaClient._metadata_update  # noqa: SLF001  # aiokafka has no option for this
 _ASKING_ONLY: Final = partial(MetadataRequest, allow_auto_topic_creation=False)
 _UPDATE_WITHOUT_CREATING: Final = types.FunctionType(
@@ -278,16 +284,21 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     return min(findings, key=lambda finding: finding.passing, default=None)
 
 
-async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]) -> None:
-    """Repeat ``attempt``, which connects a client of aiokafka, until a broker responds.
+async def connect(connection: Connection, client: AIOKafkaClient, attempt: Callable[[], Awaitable[None]]) -> None:
+    """Repeat ``attempt``, which connects a client of aiokafka, until a broker responds and names the cluster's brokers.
 
-    Raises BrokerUnavailable if no broker responds within `patience_ms`, or immediately after a permanent error, such as
-    a wrong password or an untrusted certificate.
+    A broker that is starting may not know any broker yet, and a client that knows none cannot look up a coordinator.
+    Raises BrokerUnavailable if no broker responds so within `patience_ms`, or immediately after a permanent error, such
+    as a wrong password or an untrusted certificate.
     """
     deadline = asyncio.get_running_loop().time() + connection.patience_ms / 1000
     while True:
         try:
-            return await attempt()
+            await attempt()
+            if client.cluster.brokers():
+                return
+            attempt = client.bootstrap  # a consumer refuses to be started twice
+            await _refuse_nameless(connection, client, last=asyncio.get_running_loop().time() >= deadline)
         except kafka_errors.KafkaConnectionError as error:
             found = most_telling(await diagnose(connection))
             if found is not None and not found.passing:
@@ -297,6 +308,20 @@ async def connect(connection: Connection, attempt: Callable[[], Awaitable[None]]
                 why = f" ({error}). Correct `brokers` in the config" if found is None else f". {found.sentence}"
                 raise BrokerUnavailable(f"{at}{why}. `dedup broker` starts one on this machine.") from error
         await asyncio.sleep(0.2)
+
+
+async def _refuse_nameless(connection: Connection, client: AIOKafkaClient, *, last: bool) -> None:
+    """Close the connection that a client keeps to a broker that names no brokers. Raises BrokerUnavailable if this was
+    the last attempt.
+    """
+    kept = client._conns.pop(("bootstrap", ConnectionGroup.DEFAULT), None)  # noqa: SLF001  # aiokafka has no public API for this
+    if kept is not None:
+        await kept.close()
+    if last:
+        raise BrokerUnavailable(
+            f"a broker answers at {', '.join(connection.brokers)}, but it does not name any broker of its cluster, as "
+            "while it is starting. Look at its log; then run the command again."
+        )
 
 
 async def until_refused(connection: Connection, client: AIOKafkaClient, failed: set[object]) -> NoReturn:
@@ -360,7 +385,7 @@ async def _examined(connection: Connection, broker: str) -> Diagnosis | None:
     try:
         async with probing(connection, host, port) as made:
             await made.send(MetadataRequest([]))
-    except (kafka_errors.KafkaError, OSError, TimeoutError, EOFError) as error:
+    except (kafka_errors.KafkaError, OSError, TimeoutError, EOFError, UnicodeError) as error:
         trouble, detail = await _named(connection, host, port, error)
         return Diagnosis(broker, trouble, f"{broker}: {_sentence(trouble, connection)}{detail}")
     return None
@@ -371,6 +396,8 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
     match error:
         case socket.gaierror():
             return Trouble.NAME, f" ({error.strerror})"
+        case UnicodeError():  # an advertised name; `Settings` refuses such a name in `brokers`
+            return Trouble.NAME, " (it is not a host name). Correct the broker's `advertised.listeners`"
         case ssl.SSLCertVerificationError():
             return _of_certificate(error), f" ({error.verify_message})"
         case kafka_errors.SaslAuthenticationFailed() | kafka_errors.AuthenticationFailedError():

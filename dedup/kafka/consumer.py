@@ -7,6 +7,7 @@ aiokafka's fetcher, which takes a quarter of the event loop's time because it cr
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +19,17 @@ from aiokafka.errors import for_code
 from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
 from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
-from dedup.kafka.wire import LEADER_MOVED, TRANSIENT, UNAUTHORIZED, NoAnswer, TopicNow, TopicPartition, error_name
+from dedup.kafka.wire import (
+    LEADER_MOVED,
+    PATIENCE_S,
+    TRANSIENT,
+    UNAUTHORIZED,
+    NoAnswer,
+    TopicNow,
+    TopicPartition,
+    error_name,
+    out_of_patience,
+)
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
@@ -214,6 +225,8 @@ class Reading:
     """The number of consecutive responses that report the position as missing from the log."""
     caught_up_ms: int = 0
     """The last time at which no record after the position was readable, or 0 if no such time is known."""
+    silent_s: float = 0.0
+    """How long `FeedFetcher.poll` has waited, within `PATIENCE_S`, since the leader's last usable response."""
 
 
 class Answer(NamedTuple):
@@ -314,8 +327,27 @@ class FeedFetcher:
         """Fetch the wanted partitions, and return any records that have arrived.
 
         Raises StateIncompatible if a log no longer contains the next offset to read, if a log was truncated and filled
-        with other records, or if a topic was deleted or recreated.
+        with other records, or if a topic was deleted or recreated. Raises BrokerUnavailable if the leader of a wanted
+        partition sends no usable response within `PATIENCE_S`.
         """
+        patience_s = PATIENCE_S.get()
+        if patience_s == math.inf:
+            return await self._poll(wanted)
+        clock_s = asyncio.get_running_loop().time
+        begun_s, before = clock_s(), dict(self._ends)
+        answers = await self._poll(wanted)
+        for source in wanted:
+            reading = self._readings.get(source)
+            if reading is None or self._ends.get(source) is not before.get(source):
+                continue
+            # The time that the caller spends between two polls is not the leader's silence.
+            reading.silent_s += clock_s() - begun_s
+            if reading.silent_s > patience_s:
+                silent = NoAnswer(f"no leader of {source.topic}/{source.partition} answers")
+                raise out_of_patience(silent) from silent
+        return answers
+
+    async def _poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
         await self._launch(wanted)
         if not self._flights:
             await asyncio.sleep(self._wait_ms / 1000)
@@ -395,7 +427,7 @@ class FeedFetcher:
             if part.parts_at is not None:
                 # The log no longer contains the epoch, for example after compaction, but continues past the position.
                 reading.leader_epoch = NO_EPOCH
-            reading.doubts = 0
+            reading.doubts, reading.silent_s = 0, 0.0
             self._ends[source] = FeedEnd(
                 part.high_watermark, part.last_stable_offset, asyncio.get_running_loop().time()
             )

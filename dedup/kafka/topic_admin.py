@@ -20,9 +20,9 @@ from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
-from dedup.errors import BrokerUnavailable, DedupError
-from dedup.kafka.client import Codes, KafkaWire, grouped, metadata_request, sendable
-from dedup.kafka.connection import Connection
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
+from dedup.kafka.client import Codes, KafkaWire, back_off, grouped, metadata_request, sendable
+from dedup.kafka.connection import Connection, connect
 from dedup.kafka.record_batch import BATCH_BYTES, Limit
 from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, error_name, patience
@@ -92,21 +92,21 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics. Use `Admin` with ``async with``, which raises BrokerUnavailable if no broker responds."""
+    """Administers topics. Use `Admin` with ``async with``, which raises BrokerUnavailable if no broker responds; see
+    `connect`.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client = AIOKafkaAdminClient(**connection.client_options())
+        back_off(self._client._client)  # noqa: SLF001  # the admin client has no public API for this
 
     async def __aenter__(self) -> Self:
         try:
-            await self._client.start()
-        except KafkaError as error:
+            await connect(self._connection, self._client._client, self._client.start)  # noqa: SLF001  # as in `__init__`
+        except BaseException:
             await self.__aexit__()
-            brokers = ", ".join(self._connection.brokers)
-            raise BrokerUnavailable(
-                f"no broker answers at {brokers} ({error}). Start one (`dedup broker`), or correct `brokers`."
-            ) from error
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -299,7 +299,8 @@ def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Ad
 async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
     """Do the same as `on_cluster`, but in the current event loop.
 
-    The requests that ``work`` sends are repeated for at most the connection's `patience_ms`.
+    The requests that ``work`` sends are repeated for at most the connection's `patience_ms`. ``work`` must be safe to
+    repeat after CommitUnknown, for which `connected` raises BrokerUnavailable.
     """
     wire = KafkaWire(connection)
     await wire.start()
@@ -307,6 +308,12 @@ async def connected(connection: Connection, work: Callable[[KafkaWire, Admin], A
         with patience(connection.patience_ms / 1000):
             async with Admin(wire.connection) as admin:
                 return await work(wire, admin)
+    except CommitUnknown as error:
+        raise BrokerUnavailable(
+            f"the brokers did not confirm a transaction, so it is unknown whether it took effect: {error} Check the "
+            "brokers, and that each partition has a leader; then run the same command again, which finds out and "
+            "completes what is left."
+        ) from error
     finally:
         await wire.stop()
 

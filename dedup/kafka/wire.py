@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from aiokafka.errors import UnknownError, for_code
 
+from dedup.errors import BrokerUnavailable
 from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatch, TopicPartition
 
 __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
@@ -90,6 +91,14 @@ def patience(seconds: float) -> Iterator[None]:
 
 class NoAnswer(Exception):
     """Raised when a request may have been sent but got no response."""
+
+
+def out_of_patience(error: NoAnswer) -> BrokerUnavailable:
+    """Return the error that ends a command whose requests have got no usable answer for `PATIENCE_S`."""
+    return BrokerUnavailable(
+        f"no usable answer for {PATIENCE_S.get():.0f} s: {error}. Check the brokers, and that each partition has a "
+        "leader; then run the command again."
+    )
 
 
 class FetchedRecord(NamedTuple):

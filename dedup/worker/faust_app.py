@@ -209,7 +209,7 @@ class Consumer(FaustConsumer):
         outlast_blocks(inner)
         never_create_topics(inner)
         try:
-            await connect(app.wire.connection, self.client.start)
+            await connect(app.wire.connection, inner, self.client.start)
         except BaseException:
             await self.client.stop()
             raise

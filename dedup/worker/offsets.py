@@ -27,6 +27,7 @@ from dedup.kafka.wire import (
     Position,
     TopicPartition,
     Wire,
+    out_of_patience,
 )
 
 PAUSE_MS: Final = 50
@@ -112,10 +113,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
             return await ask()
         except NoAnswer as error:
             if time.monotonic() - begun_s > PATIENCE_S.get():
-                raise BrokerUnavailable(
-                    f"no usable answer for {PATIENCE_S.get():.0f} s: {error}. Check the brokers, and that each "
-                    "partition has a leader; then run the command again."
-                ) from error
+                raise out_of_patience(error) from error
             await wire.pause(PAUSE_MS)
 
 

@@ -123,6 +123,8 @@ class Reset:
             await group.delete()
             await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
             await self._start_over(doomed, left, wanted, offsets)
+        except CommitUnknown as error:
+            raise BrokerUnavailable(f"the brokers did not confirm a transaction: {error} {_BEGUN}") from error
         except DedupError as error:
             error.args = (f"{error} {_BEGUN}",)
             raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from dedup.errors import DedupError
 from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
@@ -84,7 +85,10 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code."""
+    """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code.
+
+    Raises DedupError, after it has stopped the workers that are running, if the machine cannot start all of them.
+    """
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -93,11 +97,12 @@ def supervise(plan: FleetPlan) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     lines = {number: plan.command(number) for number in range(1, plan.workers + 1)}
-    children = [
-        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in lines.items()
-    ]  # the command line is dedup's own
+    children: list[Child] = []
     code = 0
     try:
+        for number, line in lines.items():
+            if not stopping:
+                children.append(_first_start(number, line, plan.workers))
         while not stopping and not code and not all(child.finished for child in children):
             for child in children:
                 code = max(code, _look_after(child, lines[child.number], time.monotonic()))
@@ -109,14 +114,23 @@ def supervise(plan: FleetPlan) -> int:
     return code or drained
 
 
+def _first_start(number: int, line: list[str], workers: int) -> Child:
+    try:
+        return Child(number, subprocess.Popen(line), time.monotonic())  # the command line is dedup's own
+    except OSError as error:
+        raise DedupError(
+            f"worker {number} of {workers} cannot be started: {error.strerror}. The others were stopped; nothing is "
+            "lost. Start fewer workers, or give this machine or container more memory and processes."
+        ) from error
+
+
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
     """Restart a dead worker after its back-off, and return an exit code that ends the fleet, or 0 to continue."""
     if child.finished:
         return 0
     if child.start_at_s is not None:
         if now_s >= child.start_at_s:
-            child.process = subprocess.Popen(line)  # the command line is dedup's own
-            child.started_s, child.start_at_s = now_s, None
+            _start_again(child, line, now_s)
         return 0
     code = child.process.poll()
     if code is None:
@@ -129,9 +143,25 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
     if code in FINAL or (code == NO_BROKER and not child.was_calm):
         return code
     log.warning("worker %d exited with code %d; it restarts in %.1f s", child.number, code, child.back_off_s)
+    _plan_start(child, now_s)
+    return 0
+
+
+def _start_again(child: Child, line: list[str], now_s: float) -> None:
+    """Start a worker again, or plan the next attempt if the machine cannot start a process now."""
+    try:
+        child.process = subprocess.Popen(line)  # the command line is dedup's own
+    except OSError as error:
+        text = "worker %d cannot be started: %s. The next attempt is in %.1f s"
+        log.warning(text, child.number, error.strerror, child.back_off_s)
+        _plan_start(child, now_s)
+    else:
+        child.started_s, child.start_at_s = now_s, None
+
+
+def _plan_start(child: Child, now_s: float) -> None:
     child.start_at_s = now_s + child.back_off_s
     child.back_off_s = min(2 * child.back_off_s, _LONGEST_BACK_OFF_S)
-    return 0
 
 
 def _drain(children: Sequence[Child]) -> int:

@@ -9,7 +9,6 @@ import random
 import sqlite3
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -19,22 +18,11 @@ from typer.testing import CliRunner
 from dedup.cli.connectors import apply_tables
 from dedup.cli.main import create_app
 from dedup.connect.database import DatabaseAway, LockHeld, RowsRefused, Table, make_staging, shown, transaction
-from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord, _Partition
 from dedup.connect.open_database import RetryingDatabase, connect
 from dedup.connect.postgres import PostgresConnection, _denial
 from dedup.connect.sink_connector import spec_of
 from dedup.connect.upsert import write_rows
-from dedup.errors import (
-    BrokerUnavailable,
-    CommitUnknown,
-    DatabaseUnavailable,
-    ProducerForgotten,
-    StateIncompatible,
-    TaskMigrated,
-)
-from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import TopicPartition
-from dedup.settings import Settings
+from dedup.errors import DatabaseUnavailable, StateIncompatible, TaskMigrated
 from dedup.topology.parse import parse
 from tests.connect.stage import made, postgres_rows, sqlite_rows
 from tests.waiting import until
@@ -161,92 +149,6 @@ async def test_dead_letters_fit_their_topic(stage, admin):
     done = await stage.sink(sinking(stage, f"sqlite:///{stage.directory}/a.db"))
     assert (done.inserted, done.dead_letters) == (0, 400)
     assert [message.value() for message in stage.read(f"{stage.name}.sink.dead-letter")] == bad
-
-
-async def test_a_stop_is_heard_while_no_broker_takes_a_dead_letter():
-    """Was: the sink waited until a broker answered, and kept the rows of its transaction locked meanwhile."""
-
-    class Silent:
-        async def open(self):
-            raise CommitUnknown("no answer.")
-
-        async def commit(self, _offsets):
-            raise CommitUnknown("no answer.")
-
-        def add(self, _batches):
-            pass
-
-    stop = asyncio.Event()
-    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
-    place = TopicPartition("in", 0)
-    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Silent())
-    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
-    sending = asyncio.create_task(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]))
-    await asyncio.sleep(0.1)
-    assert not sending.done()
-    stop.set()
-    with pytest.raises(BrokerUnavailable, match=r"stopped while no dead letter could be sent: no answer\. No row"):
-        await asyncio.wait_for(sending, 5)
-
-
-async def test_a_sink_that_sent_no_dead_letter_for_a_week_sends_the_next_one(monkeypatch):
-    """Was: it stopped with TaskMigrated, as if another process had the partition, whose row it has locked."""
-    epochs, commits = [], []
-
-    class Idle:
-        async def open(self):
-            epochs.append(1)
-
-        async def commit(self, _offsets):
-            commits.append(1)
-            if not epochs:
-                raise ProducerForgotten("InvalidProducerIdMapping.")
-
-        def add(self, _batches):
-            pass
-
-    async def nothing(*_):
-        return set()
-
-    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]))
-    monkeypatch.setattr(sender, "_in_topic", nothing)
-    place = TopicPartition("in", 0)
-    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Idle())
-    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
-    assert await sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]) == 1
-    assert (len(epochs), len(commits)) == (1, 2)
-
-
-async def test_a_stop_is_heard_while_the_dead_letter_topic_is_offline(monkeypatch):
-    """Was: as long as brokers answered, the sink tried again without a pause, and did not end."""
-    stop, tries = asyncio.Event(), []
-
-    class Offline:
-        async def open(self):
-            """The coordinator answers."""
-
-        async def commit(self, _offsets):
-            tries.append(1)
-            if len(tries) == 3:
-                stop.set()
-            raise CommitUnknown("no leader is known.")
-
-        def add(self, _batches):
-            pass
-
-    async def nothing(*_):
-        return set()
-
-    sender = DeadLetterProducer(None, "x", "in", Topic("dead", "id", 1), Settings(brokers=["localhost:1"]), stop.is_set)
-    monkeypatch.setattr(sender, "_in_topic", nothing)
-    place = TopicPartition("in", 0)
-    sender._partitions[0] = _Partition(place, TopicPartition("dead", 0), Offline())
-    columns = SimpleNamespace(offsets=[7], timestamps_ms=[0], keys=[None], values=[b"x"], headers=[[]])
-    with pytest.raises(
-        BrokerUnavailable, match=r"stopped while no dead letter could be sent: no leader is known\. No row"
-    ):
-        await asyncio.wait_for(sender.send([RejectedRecord(place, columns, 0, "wrong_type", "no number")]), 30)
-    assert len(tries) == 3
 
 
 async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):

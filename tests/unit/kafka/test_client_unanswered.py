@@ -14,10 +14,11 @@ import pytest
 from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.metadata import MetadataRequest_v5
 
+from dedup.errors import BrokerUnavailable
 from dedup.kafka import client as client_module
 from dedup.kafka import connection as connection_module
 from dedup.kafka.client import KafkaWire, metadata_request
-from dedup.kafka.connection import Connection
+from dedup.kafka.connection import Connection, Trouble, advertised, diagnose
 from dedup.kafka.requests import MetadataRequest_v10
 from dedup.kafka.wire import NoAnswer, TopicNow
 from dedup.settings import Security
@@ -31,6 +32,10 @@ class OneBroker:
 
     def __init__(self) -> None:
         self.port = self.connections = 0
+        self.host = "127.0.0.1"
+        """The name that the broker advertises."""
+        self.nameless = 0
+        """So many of the first responses to requests for metadata of version 5 name no broker."""
         self.silent_below = 0
         """The connections with a lower number get no responses."""
         self.reads_bytes = 1 << 20
@@ -86,7 +91,9 @@ class OneBroker:
         if key == VERSIONS:
             return ApiVersionResponse_v0(0, [(METADATA, 0, 10), (VERSIONS, 0, 0)]).encode()
         if version == MetadataRequest_v5.API_VERSION:
-            return MetadataRequest_v5.RESPONSE_TYPE(0, [(0, "127.0.0.1", self.port, None)], "c", 0, []).encode()
+            self.nameless -= 1
+            brokers = [] if self.nameless >= 0 else [(0, self.host, self.port, None)]
+            return MetadataRequest_v5.RESPONSE_TYPE(0, brokers, "c", 0, []).encode()
         partition = (0, 0, 0, 0, [0], [0], [], {})
         topic = (0, TOPIC, TOPIC_ID, False, [partition], 0, {})
         broker = (0, "127.0.0.1", self.port, None, {})
@@ -159,3 +166,40 @@ async def test_a_request_that_waits_because_of_a_quota_is_not_unanswered(broker,
     assert broker.connections == connections
     (line,) = [line for line in caplog.messages if "throttles" in line]
     assert "by 60000 ms, because it exceeds its quota request_percentage" in line
+
+
+def wire_to(broker: OneBroker, *, patience_ms: int = 30_000) -> KafkaWire:
+    return KafkaWire(Connection((f"127.0.0.1:{broker.port}",), Security(), patience_ms=patience_ms))
+
+
+async def test_a_broker_that_names_no_brokers_yet_is_asked_again(broker):
+    """Was: an AssertionError of aiokafka, `Did we not perform bootstrap?`, at the first look for a coordinator."""
+    broker.nameless = 2
+    wire = wire_to(broker)
+    await wire.start()
+    assert wire.one_broker
+    assert [each.port for each in wire._client.cluster.brokers()] == [broker.port]
+    await wire.stop()
+
+
+async def test_a_broker_that_names_no_brokers_in_time_is_told(broker):
+    broker.nameless = 1_000
+    with pytest.raises(BrokerUnavailable, match=r"a broker answers at .*, but it does not name any broker"):
+        await wire_to(broker, patience_ms=0).start()
+
+
+@pytest.mark.parametrize("host", [".svc", "kafka..example", "k" * 64])
+async def test_a_broker_whose_advertised_name_cannot_be_looked_up_is_an_unreachable_one(broker, host, caplog):
+    """Was: aiokafka's task that updates the metadata ended, and the worker waited for an update for ever."""
+    broker.host = host
+    wire = wire_to(broker)
+    await wire.start()
+    await asyncio.wait_for(wire.refresh(), 30)
+    await asyncio.wait_for(wire.refresh(), 30)
+    with pytest.raises(NoAnswer):
+        await wire.topics((TOPIC,))
+    assert f"broker 0 advertises {host!r}, which is not a host name. Correct its `advertised.listeners`" in caplog.text
+    (finding,) = await diagnose(wire.connection, advertised(wire._client.cluster))
+    assert finding.trouble is Trouble.NAME
+    assert "advertised.listeners" in finding.sentence
+    await wire.stop()

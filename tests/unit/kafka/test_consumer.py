@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from dedup.errors import StateIncompatible
+from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.consumer import MOST_DOUBTS, FeedFetcher, TopicCheck
 from dedup.kafka.requests import FetchedPartition
-from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition, patience
 
 OLD, NEW = TopicPartition("in", 0), TopicPartition("in", 1)
 AFTER = ("after_truncation", "after_deletion")
@@ -296,4 +296,31 @@ async def test_every_partition_has_its_turn_to_be_the_first_of_a_request():
     for _ in range(6):
         await fetcher.poll([OLD, NEW])
     assert wire.asked[:6] == [0, 1] * 3
+    fetcher.forget()
+
+
+class Leaderless(Answering):
+    """A cluster whose partition loses its leader once the parts are sent."""
+
+    async def leader(self, _source):
+        if not self.parts:
+            raise NoAnswer("no leader is known for in/0")
+        return 1
+
+
+async def test_a_command_does_not_wait_for_ever_for_a_leader_and_a_worker_does():
+    """Was: `dedup replay` waited without a word, and without an end."""
+    wire = Leaderless(part(batch_at(5)))
+    wire.go.set()
+    fetcher = fetcher_of(wire)
+    fetcher.begin(OLD, 5)
+    with patience(0):
+        assert [found.columns.offsets for found in await fetcher.poll([OLD])] == [[5]]
+    for _ in range(3):
+        assert await fetcher.poll([OLD]) == []
+    with (
+        patience(0),
+        pytest.raises(BrokerUnavailable, match=r"no leader of in/0 answers\. Check the brokers, and that"),
+    ):
+        await asyncio.wait_for(fetcher.poll([OLD]), 10)
     fetcher.forget()

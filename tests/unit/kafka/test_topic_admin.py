@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiokafka.errors import NodeNotReadyError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaConnectionError, NodeNotReadyError, TopicAuthorizationFailedError
 from aiokafka.protocol.commit import OffsetCommitRequest_v3
 
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, CommitUnknown
+from dedup.kafka.authorization import Rights
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
-from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic
+from dedup.kafka.topic_admin import FOR_EVER_MS, Admin, Group, WantedTopic, connected
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Security
 
@@ -156,3 +157,77 @@ def test_a_refusal_is_not_repeated() -> None:
     with pytest.raises(BrokerUnavailable, match="TopicAuthorizationFailed"):
         asked_of(cluster, topics, patience_ms=60_000)
     assert cluster.asked == 1
+
+
+class Late:
+    """Stands for aiokafka's clients: no broker answers their first attempt to connect."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.closed = False
+        self.cluster = SimpleNamespace(brokers=lambda: {1})
+        self._client = self
+
+    async def start(self) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise KafkaConnectionError("Unable to bootstrap")
+
+    bootstrap = start
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("kind", [Admin, Rights])
+async def test_a_broker_that_does_not_answer_at_once_is_waited_for(kind: type[Admin | Rights]) -> None:
+    """Was: exit code 5 at the first attempt, though the process had just been connected."""
+    client = Late()
+    made = kind(Connection(("localhost:1",), Security()))
+    made._client = cast("Any", client)  # type: ignore[misc]
+    async with made:
+        assert client.attempts == 2
+    assert client.closed
+
+
+@pytest.mark.parametrize("kind", [Admin, Rights])
+async def test_a_client_that_cannot_connect_is_closed(kind: type[Admin | Rights]) -> None:
+    client = Late()
+    made = kind(Connection(("localhost:1",), Security(), patience_ms=0))
+    made._client = cast("Any", client)  # type: ignore[misc]
+    with pytest.raises(BrokerUnavailable, match=r"^no broker answers at localhost:1\. localhost:1: nothing"):
+        await made.__aenter__()
+    assert client.closed
+
+
+async def test_a_command_whose_transaction_is_not_confirmed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Was: exit code 1, and `a new epoch will reveal the outcome`."""
+
+    class Wire:
+        def __init__(self, connection: Connection) -> None:
+            self.connection = connection
+            self.stopped = False
+            wires.append(self)
+
+        async def start(self) -> None:
+            """Connect at once."""
+
+        async def stop(self) -> None:
+            self.stopped = True
+
+    class There(Late):
+        async def start(self) -> None:
+            """Connect at once."""
+
+    async def work(_wire: object, _admin: Admin) -> None:
+        raise CommitUnknown("t.layout: EndTxn got no answer.")
+
+    wires: list[Wire] = []
+    monkeypatch.setattr("dedup.kafka.topic_admin.KafkaWire", Wire)
+    monkeypatch.setattr("dedup.kafka.topic_admin.AIOKafkaAdminClient", lambda **_: There())
+    monkeypatch.setattr("dedup.kafka.topic_admin.back_off", lambda _: set())
+    with pytest.raises(
+        BrokerUnavailable, match=r"EndTxn got no answer\. Check the brokers, .* run the same command again"
+    ):
+        await connected(Connection(("localhost:1",), Security()), work)
+    assert [wire.stopped for wire in wires] == [True]

@@ -45,7 +45,7 @@ class Topics:
 FAILURES = [
     (CheckpointUnusable("s3://kept/t/0: nothing was moved for 60 s."), CheckpointUnusable),
     (BrokerUnavailable("creating topic 't.changelog' was refused."), BrokerUnavailable),
-    (CommitUnknown("no answer."), CommitUnknown),
+    (CommitUnknown("no answer."), BrokerUnavailable),
     (TaskMigrated("fenced."), TaskMigrated),
     (StateIncompatible("in use."), StateIncompatible),
     (RecordRefused("1 record refused.", topic="t.changelog", partition=0, rows=(-1,)), RecordRefused),

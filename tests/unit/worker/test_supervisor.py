@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.errors import DedupError
 from dedup.settings import load_settings
 from dedup.worker import supervisor as fleet
 from dedup.worker.supervisor import FIRST_BACK_OFF_S, Child, FleetPlan, _look_after, supervise
@@ -144,3 +148,51 @@ def test_a_restart_is_logged_with_the_number_in_the_workers_id(tmp_path: Path, c
     plan = SimpleNamespace(workers=2, command=lines.__getitem__)
     assert supervise(cast("FleetPlan", plan)) == 0
     assert [message.split(";")[0] for message in caplog.messages] == ["worker 2 exited with code 7"]
+
+
+class Starts:
+    """Starts processes; of the given starts, the machine cannot do the one of each number."""
+
+    def __init__(self, *impossible: int) -> None:
+        self.impossible = impossible
+        self.count = 0
+        self.made: list[subprocess.Popen[bytes]] = []
+        self.start = subprocess.Popen
+
+    def __call__(self, line: list[str]) -> subprocess.Popen[bytes]:
+        self.count += 1
+        if self.count in self.impossible:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.made.append(self.start(line))
+        return self.made[-1]
+
+
+def test_if_one_worker_cannot_be_started_none_is_left_behind(monkeypatch):
+    """Was: the workers that had been started went on without the fleet, whose end was a traceback."""
+    starts = Starts(2)
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    plan = SimpleNamespace(workers=3, command=lambda _: [sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        with pytest.raises(
+            DedupError, match=r"^worker 2 of 3 cannot be started: .*\. The others were stopped; nothing"
+        ):
+            supervise(cast("FleetPlan", plan))
+        assert [process.poll() is not None for process in starts.made] == [True]
+    finally:
+        for process in starts.made:
+            process.kill()
+            process.wait()
+
+
+def test_a_restart_that_the_machine_cannot_do_is_tried_again(monkeypatch, caplog):
+    """Was: the fleet ended with a traceback."""
+    starts = Starts(1)
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    child = Child(2, Dead(1), started_s=0, start_at_s=10)
+    line = [sys.executable, "-c", "pass"]
+    assert _look_after(child, line, 10) == 0
+    assert caplog.messages == [f"worker 2 cannot be started: {os.strerror(errno.EAGAIN)}. The next attempt is in 0.5 s"]
+    assert (child.start_at_s, child.back_off_s) == (10 + FIRST_BACK_OFF_S, 2 * FIRST_BACK_OFF_S)
+    assert _look_after(child, line, 11) == 0
+    assert (child.process, child.start_at_s, child.started_s) == (starts.made[0], None, 11)
+    assert starts.made[0].wait() == 0
