@@ -220,7 +220,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
     per_minute = rates(harder=options.harder, embedded=embedded)
     faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
     if options.topology.by_arrival:
-        # The broker sets every record's timestamp, so `write_past` cannot write records that are older than the others.
+        # The broker sets every record's timestamp, so `write_past` cannot write old records.
         faults = [fault for fault in faults if fault.kind is not FaultType.RETENTION]
     if not any(fault.kind is FaultType.RETENTION for fault in faults):
         return faults, []

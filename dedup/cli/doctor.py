@@ -70,7 +70,7 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
-    # Check the registry first, because a config file that does not name a needed registry is a mistake.
+    # Check the registry first, because a config file that lacks a needed registry is a mistake.
     registry, wrong = _registry(parsed, settings)
     found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
     found += wrong
@@ -112,7 +112,7 @@ def in_words(
 
 
 def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
-    """Return the kind of schema registry, or a symptom if the registry does not work.
+    """Return the kind of schema registry, or None and a symptom if the registry does not work.
 
     Return ``(None, [])`` if no registry is configured and none is needed.
 
@@ -149,7 +149,7 @@ async def _examined(
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
     looked_at: set[Layer] = {"DNS", "TCP", "TLS", "authentication"}
     async with Rights(good) as rights:
-        # Clients use the advertised addresses for every request except the first.
+        # Clients send every request except the first to the advertised addresses.
         elsewhere = await diagnose(replace(good, brokers=rights.advertised()))
         if elsewhere:
             before = "the broker answers, but advertises another address: "
@@ -174,7 +174,7 @@ async def _examined(
 async def _of_topics(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin
 ) -> tuple[list[Symptom], set[Layer]]:
-    """Return the problems of the topics, of their leaders, and of the state, and the layers that were checked."""
+    """Return the problems with the topics, their leaders, and the state, and the layers that were checked."""
     from dedup.worker.topics import compare, known_names
 
     have = await admin.topics(known_names(topology))
@@ -206,7 +206,7 @@ def _offline(have: Mapping[str, Topic]) -> list[Symptom]:
 async def _refusal(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
 ) -> Symptom | None:
-    """Return the reason why every worker refuses to start because of its state in the cluster, or None."""
+    """Return the reason why the state in the cluster makes every worker refuse to start, or None."""
     try:
         await _refuse_start(topology, settings, wire, admin, have)
     except StateIncompatible as error:
@@ -275,7 +275,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
                 allowed = frozenset() if code == REFUSED_ID else None
             case never:
                 assert_never(never)
-        # For a topic that does not exist, no permissions are known; the next layer reports the missing topic.
+        # The permissions for a missing topic are unknown; the next layer reports the missing topic.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
             what = f"{each.resource.value} {each.name}"
