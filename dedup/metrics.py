@@ -232,8 +232,7 @@ class TaskNumbers(Judged):
         self.caught_up_s, self.nothing_readable_s = before.caught_up_s, before.nothing_readable_s
 
     def look(self, lag_records: int | None, unstable_records: int | None) -> None:
-        """Store the current time if no records wait, or if none can be read. The web server calls `look` every second.
-        """
+        """Store the time if no records wait, or if none can be read. The web server calls `look` every second."""
         if lag_records == 0:
             self.caught_up_s = time.monotonic()
         if lag_records is not None and lag_records <= (unstable_records or 0):

@@ -164,8 +164,7 @@ class Security(Keys):
 
 
 class RegistrySection(Keys):
-    """A schema registry with Confluent's API, which stores the schemas that the framing of values and keys refers to.
-    """
+    """A schema registry with Confluent's API, which stores the schemas that framed values and keys refer to."""
 
     url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
@@ -362,8 +361,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Report each secret that the file contains as plain text, and mask the secret so that no other message shows it.
-    """
+    """Report and mask each secret that the file contains as plain text, so that no other message shows it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):

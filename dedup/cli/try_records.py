@@ -128,8 +128,7 @@ class _Envelope(msgspec.Struct):
         return key, value, (*headers, *added)
 
     def _key(self, source: SourceSpec) -> bytes | None:
-        """Return the record's key. Text gets the framing of the topology's keys, unless a header contains the framing.
-        """
+        """Return the record's key. Text gets the framing of the topology's keys unless a header contains one."""
         if self.key_base64 is not None:
             if self.key is not None:
                 raise ValueError("it has both key and key_base64")
