@@ -26,7 +26,7 @@ from dedup.yaml_document import beside, text_of
 
 Shape = Literal["columns", "kafka"]
 """With ``columns``, each row is an event, and its columns are the event's members. With ``kafka``, the column `value`
-contains the event, and the optional other columns have the names that Spark's Kafka source gives them.
+contains the event, and the other columns, which are optional, have the names that Spark's Kafka source gives them.
 """
 
 _ROW: Final = "dedup_row"
@@ -45,7 +45,7 @@ _ADDED: Final = {
 }
 """Maps each added column to the column of `batch_verdicts.judged` with its values; times in ms become timestamps."""
 _END_OF_TIME_MS: Final = 253_402_214_400_000
-"""9999-12-31 00:00 UTC. Each earlier time is in the year 9999 or before in every time zone."""
+"""9999-12-31 00:00 UTC. In every time zone, each earlier time is in the year 9999 or before."""
 
 
 def dedup(
@@ -177,8 +177,8 @@ def _added(source: str) -> Column:
     column = F.col(source)
     if not source.endswith("_ms"):
         return column
-    # 0 stands for a time that could not be read. Spark cannot convert all other times, and Python's datetime can
-    # convert even fewer.
+    # 0 stands for a time that could not be read. Spark cannot convert some of the other times, and Python's datetime
+    # can convert even fewer.
     shown = (column >= 0) & (column < _END_OF_TIME_MS)
     if source == "dedup_time_ms":
         shown &= (column != 0) | F.col("dedup_id").isNotNull()

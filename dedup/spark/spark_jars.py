@@ -108,7 +108,7 @@ def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = No
     found: dict[str, Path] = {}
     for package in packages:
         directory = root / "dedup" / f"spark-{pyspark.__version__}" / package
-        # Unlike `Path.is_dir`, this is no error in a home directory that this user may not look into.
+        # Unlike `Path.is_dir`, this does not fail in a home directory that the user may not list.
         if not os.access(directory, os.X_OK):
             _fetch(coordinates(package, pyspark.__version__), directory)
         found |= {jar.name: jar for jar in sorted(directory.glob("*.jar"))}
