@@ -17,7 +17,7 @@ from dedup.core.framing import SchemaRefused, SchemaText, in_reference, linked
 from dedup.core.tracking_id import Path
 
 MAX_DEPTH: Final = 200
-"""The maximum nesting depth of schemas and values. Without it, a recursive schema would allow values of any depth."""
+"""The maximum nesting depth of schemas and values. Without a limit, a recursive schema would allow any depth."""
 # Avro's Java library, which registries use, accepts letters of any language in names, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
 _FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
@@ -58,7 +58,7 @@ class Scalar:
 
     @property
     def name(self) -> str:
-        """The name of the logical type if there is one, or else the name of the type."""
+        """The name of the logical type, if any, or the name of the type."""
         return self.logical or self.kind
 
 
