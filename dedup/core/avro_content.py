@@ -144,7 +144,7 @@ class _Resolver:
         return self._as(writer, found[0], place, with_names=with_names)
 
     def _as(self, writer: Node, found: Node | str, place: str, *, with_names: bool) -> _Reading:
-        """Return how to read a type as the reader's type ``found``, or how to refuse it if ``found`` is a reason."""
+        """Return how to read a type as the reader's type ``found``, or how to refuse it for the reason ``found``."""
         if isinstance(found, str):
             return _unresolvable(found)
         if isinstance(writer, Items):

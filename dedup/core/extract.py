@@ -286,7 +286,7 @@ class Extractor:
         )
 
     def _halved(self, batch: _Batch) -> Extracted:
-        """Extract each half by itself, and halve it again if needed, so that an unusual record slows down few rows."""
+        """Extract each half by itself, halving again if needed, so that an unusual record slows down few other rows."""
         count = len(batch.values)
         halves = (range(count // 2), range(count // 2, count))
         return self._merged(count, [(rows, self._extract(batch.only(rows))) for rows in halves])

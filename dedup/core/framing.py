@@ -103,7 +103,7 @@ class LinkedSchema:
 
     text: str
     references: tuple[tuple[str, str], ...] = ()
-    """The name and text of each schema referred to, directly or not. A schema comes after those that it refers to."""
+    """The name and text of each schema referred to, directly or not. Each schema follows its own references."""
     fault: str = ""
     """The message of a `SchemaRefused` if the references cannot be used, or an empty string."""
 

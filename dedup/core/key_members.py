@@ -77,9 +77,7 @@ class KeyColumns:
         """False if keys can be read only one by one."""
 
     def __call__(self, keys: Sequence[bytes | None], headers: Sequence[_Headers]) -> list[list[str | int]]:
-        """Return one column per path. Raises NotInColumns with the rows that contain other types than string and
-        integer.
-        """
+        """Return one column per path. Raises NotInColumns with rows that have types other than string and integer."""
         payloads, refs = list(keys), [b""] * len(keys)
         if self._keys.fmt == "json_schema" or self._keys.schemas is not None:
             indexed = self._keys.indexed

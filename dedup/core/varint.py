@@ -24,9 +24,7 @@ _Longs = npt.NDArray[np.int64]
 
 
 class Damaged(Exception):
-    """Raised if a value does not have the expected format. The message gives the reason, but does not reveal the
-    payload.
-    """
+    """Raised if a value does not have the expected format. The message does not reveal the payload."""
 
 
 def varint(value: bytes, at: int, end: int) -> tuple[int, int]:
