@@ -167,8 +167,8 @@ def set_by_signals() -> Iterator[asyncio.Event]:
 
 @asynccontextmanager
 async def ended_by_refusal(wire: KafkaWire, stop: asyncio.Event) -> AsyncIterator[None]:
-    """Inside the ``with`` block, set ``stop`` once all brokers permanently refuse this process, as with an old
-    password.
+    """Inside the ``with`` block, set ``stop`` once all brokers permanently refuse this process, for example after a
+    password change.
 
     After the block, raise the BrokerUnavailable that gives the reason. No other code notices a refusal, because a
     refused request looks like a request without a response, which is repeated forever.
