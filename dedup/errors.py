@@ -88,7 +88,7 @@ class RecordFailed(DedupError):
 
 
 class VerificationFailed(DedupError):
-    """The records in Kafka differ from those that the exact model expects."""
+    """The records in Kafka differ from the records that the exact model expects."""
 
     exit_code = 4
 

@@ -327,7 +327,7 @@ class DeadLetterAlert:
 
     @property
     def text(self) -> str:
-        """The warning as a message that says what happened and what to do."""
+        """The warning as a message with the problem and the remedy."""
         remedy = _REMEDIES.get(self.reason, "Look at the header dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "

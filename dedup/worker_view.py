@@ -34,7 +34,7 @@ class Noted:
     source: str
     """Position of the record, as topic/partition/offset."""
     id: str | None
-    """The ID in the form that `dedup lookup` accepts, or None if there is no ID or only the ID's digest is known."""
+    """The ID in the form that `dedup lookup` accepts, or None without an ID or if only its digest is known."""
     event_time_ms: int | None
     """The event time in milliseconds, or None if the record has no usable event time."""
     judged_ms: int
@@ -95,7 +95,7 @@ class LookedUp:
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, which are those of this worker."""
+    """The partitions that were searched, which are this worker's partitions."""
     partitions: int
     """Total number of partitions, or 0 while the worker has no assignment."""
     belongs_to: int | None

@@ -140,7 +140,7 @@ class Document:
         return self._written.get(at)
 
     def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
-        """Return the value at a path, or None if there is no value."""
+        """Return the value at a path, or None if the path has no value."""
         value = self.value
         for step in at:
             match value, step:
@@ -237,7 +237,7 @@ class _Reading:
             if type(value) is int and at in self._texts:
                 value = event.value
             if value is None and at:
-                # An empty value has no position, so the problem is reported at the value's key, if there is a key.
+                # An empty value has no position, so the problem is reported at the value's key, if any.
                 place = key_place or place
                 text = f"has no value; write one, or leave the {'key' if key_place else 'item'} out"
                 self._document.problems.append(Problem(place, f"{dotted(at)}: {text}"))

@@ -313,7 +313,7 @@ def _reset_local(topology: Topology, settings: Settings, *, yes: bool) -> None:
 
 
 def _ask_to_delete(doomed: Sequence[str], consequence: str) -> None:
-    """Show what would be deleted; raises Exit unless the user agrees."""
+    """List everything that would be deleted. Raises Exit unless the user agrees."""
     typer.echo("\n".join(["this would be deleted:", *(f"  {each}" for each in doomed)]))
     if not typer.confirm(f"{consequence} Delete it?"):
         typer.echo("nothing was changed")

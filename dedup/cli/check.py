@@ -98,12 +98,12 @@ def check(
 ) -> None:
     """Check topology files and ingest files, print each error with its position, and warn about likely mistakes.
 
-    The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
-    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. Two
-    topologies must not write to the same topic, unless they send only dead letters to it. With --broker, the command
-    also compares the cluster's topics with the topics that each topology needs. If values or keys contain schema IDs
-    (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each source topic's
-    newest schema in the schema registry (subject `source.subject` or TOPIC-value; for members of keys,
+    The exit code is 2 if a file has an error, and 0 if the files have only warnings. If you pass several files, the
+    command also checks the chain that they form from source to table, and reports each stage that is not exactly-once.
+    Two topologies must not write to the same topic, unless they send only dead letters to it. With --broker, the
+    command also compares the cluster's topics with the topics that each topology needs. If values or keys contain
+    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each
+    source topic's newest schema in the schema registry (subject `source.subject` or TOPIC-value; for members of keys,
     `source.key_subject` or TOPIC-key).
 
     By default, the command runs no code that a topology names. With --allow-code, the command imports the flow and the

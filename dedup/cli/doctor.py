@@ -29,7 +29,7 @@ Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "leader
 LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
 _REFUSAL: Final = re.compile(r"(?P<what>.*?)[.;] Nothing was \w+[.;] (?P<remedy>.*?)\.?", re.DOTALL)
-"""Matches the message of a StateIncompatible error: what is wrong, and what to do about it."""
+"""Matches the problem and the remedy in the message of a StateIncompatible error."""
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "source_missing": "Create the source topic, or correct `source.topics`",
     "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
@@ -57,12 +57,12 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find out what prevents a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
+    """Find problems that prevent a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
 
     The command prints each problem with a remedy. The command changes nothing, and does not affect any worker. Without
     TOPOLOGY, the command checks only the cluster and, if the config file names a schema registry, that registry. The
-    exit code is 5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are
-    no problems or only warnings.
+    exit code is 5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if the command
+    finds no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -91,8 +91,8 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each of
-    them is None if it is not known.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each
+    argument is None if the value is unknown.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:

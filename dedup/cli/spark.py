@@ -274,7 +274,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(*stops: Callable[[], None], second: Callable[[], None] | None = None) -> Iterator[None]:
-    """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second one on.
+    """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second signal on.
 
     Each call runs in its own thread, because the interrupted code may hold the lock of an event that the call sets.
     """

@@ -84,7 +84,7 @@ class OtherAnswer(NotReached):
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
-    """Return what the brokers know about a topology's consumer group, topics, and tasks.
+    """Return the brokers' data about a topology's consumer group, topics, and tasks.
 
     For a partition without a leader, only the committed offset is known, because no broker serves the partition.
     """
@@ -263,7 +263,7 @@ def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
 
 
 class Fleet(NamedTuple):
-    """What the workers of a topology say about themselves."""
+    """The reports of a topology's workers about themselves."""
 
     pages: list[dict[str, Any]]
     """The status of each worker that responded."""

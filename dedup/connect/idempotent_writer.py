@@ -50,7 +50,7 @@ class Transaction:
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
         all_headers = [*headers]
-        # After a failed commit, it is unknown what was committed, so refuse a record that would make the commit fail.
+        # The outcome of a failed commit is unknown, so refuse a record that would make the commit fail.
         wrong = _unfit(value, key, tracking_id, all_headers, timestamp_ms)
         if wrong is not None:
             raise TypeError(f"a record to topic {topic!r} was not added to the transaction: {wrong}")
@@ -156,9 +156,9 @@ class IdempotentWriter:
             await outbox.commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the last committed position that was passed to `Transaction.keep` under ``name``, or None without one.
+        """Return the last committed position that `Transaction.keep` stored under ``name``, or None if none exists.
 
-        If it is unknown what was committed last, raises the same TaskMigrated or InvariantBroken as `transaction`.
+        If the last commit's outcome is unknown, raises the same TaskMigrated or InvariantBroken as `transaction`.
         """
         outbox = self._started()
         outbox.refuse_if_over()

@@ -1,6 +1,6 @@
 """Implements `dedup ingest`, a source connector whose Kafka transactions contain records and the source's position.
 
-If two processes run the same source, the later one fences the earlier one, which stops with TaskMigrated.
+If two processes run the same source, the later process fences the earlier process, which stops with TaskMigrated.
 """
 
 from __future__ import annotations

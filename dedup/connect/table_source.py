@@ -1,6 +1,6 @@
 """Implements a source that reads all rows of a growing table or of a query in the order of their row numbers.
 
-A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
+A row gets its number before its transaction commits, so a lower number may become visible after a higher number. In
 PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions with a write
 lock on the table have ended, as CREATE INDEX CONCURRENTLY does (docs/decisions/0012-edges.md). The source then reads
 the rows up to the bound. With `settle`, the source first waits for a fixed time. If the source cannot see other

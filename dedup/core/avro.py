@@ -226,7 +226,7 @@ def decode_decimal(raw: bytes, scale: int) -> Number:
 
 
 class AvroCursor:
-    """A read position in one Avro value. Each method advances the position past what it reads."""
+    """A read position in one Avro value. Each method advances the position past the bytes that it reads."""
 
     def __init__(self, reader: AvroReader, value: bytes, found: list[Leaf]) -> None:
         self._reader: Final = reader

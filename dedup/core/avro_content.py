@@ -18,7 +18,7 @@ rule, or could make different values equal:
 - No promotion loses precision: a long does not become a float or a double, and an int does not become a float.
 - An enum's symbol that the pinned schema lacks does not become the pinned enum's default.
 - Two records, enums, or fixed of one union are not read as the same type of the pinned schema. Only the best match, if
-  there is one, is read as this type.
+  any, is read as this type.
 - A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units,
   and the scales, precisions, and underlying types of decimals, may differ. The value is decoded with its own unit or
   scale, so the conversion is exact. A logical type that only the pinned schema has applies to values with the same
@@ -59,7 +59,7 @@ _IDENTICAL, _EQUAL, _SIMILAR, _PROMOTED = range(4)
 _Reading = Callable[[AvroCursor, int], Tree]
 """Reads a value, given its nesting depth."""
 _Convert = Callable[[Any], Tree]
-"""Converts what `AvroCursor.raw` returns."""
+"""Converts the result of `AvroCursor.raw`."""
 _Symbols = tuple[list[str | None], bool]
 """A writer's symbols, with None for symbols that the reader lacks, and whether the reader has any of the symbols."""
 

@@ -69,7 +69,9 @@ class Record:
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Fields that take no bytes. Readers visit only those on a path, because a small schema can define very many."""
+    """Fields that take no bytes. Readers visit only such fields that are on a path, because a small schema can define
+    very many of them.
+    """
     aliases: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     field_aliases: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
     defaults: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -234,7 +236,7 @@ def _strings(names: object) -> list[str]:
 
 
 def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]:
-    """Return the logical type and the scale, or "" and 0 if there is no valid logical type."""
+    """Return the logical type and the scale, or "" and 0 without a valid logical type."""
     name = schema.get("logicalType")
     if not isinstance(name, str) or name not in _LOGICAL.get(kind, ()):
         return "", 0
@@ -264,7 +266,7 @@ def nodes_at(node: Node, path: Path) -> list[Node]:
 
 
 def type_name(node: Node) -> str:
-    """Return the logical type of a type if it has one, or else the type's kind, such as record."""
+    """Return the logical type of a type, if any, or the type's kind, such as record."""
     match node:
         case Scalar() | Items():
             return node.name

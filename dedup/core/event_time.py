@@ -30,7 +30,7 @@ _POWER: Final = {"s": 3, "ms": 0, "us": -3}
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _MANY: Final = 16
-"""The minimum number of strings for which converting them as a column is faster than converting them one by one."""
+"""The minimum number of strings for which conversion as a column is faster than conversion one by one."""
 _FRACTION_AT: Final = 19
 """The index of the decimal point in an RFC 3339 string with fractions of a second."""
 

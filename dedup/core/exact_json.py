@@ -100,7 +100,7 @@ class NotJudged(Exception):
         self.code: Final = code
         self.detail: Final = detail
         self.format_name: Final = format_name
-        """The format that a value seems to have instead of the expected one, or an empty string if it is unknown."""
+        """The unexpected format that a value seems to have, or an empty string if the format is unknown."""
         super().__init__(detail)
 
 
@@ -165,7 +165,7 @@ JsonValue = None | bool | str | Number | list["JsonValue"] | Members
 
 
 class Absent:
-    """The type of ABSENT, which `look_up` returns if there is no value at the path."""
+    """The type of ABSENT, which `look_up` returns if the path has no value."""
 
     __slots__ = ()
 

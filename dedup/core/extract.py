@@ -628,7 +628,7 @@ def _integer_keys(column: list[int]) -> list[bytes]:
 
 
 def kept_if(canonical: list[bytes] | None) -> list[bytes] | None:
-    """Return the state keys of a column of canonical bytes, or None if there is no column."""
+    """Return the state keys of a column of canonical bytes, or None without a column."""
     return None if canonical is None else kept(canonical)
 
 

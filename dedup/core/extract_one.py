@@ -262,7 +262,7 @@ def of_leaves(
 
 
 def typed_content(recipe: Recipe, rule: ContentRule, value: bytes, headers: Headers) -> bytes:
-    """Return the canonical content of a value whose format is in `MEMBERWISE`. Raises Unreadable if there is none."""
+    """Return the canonical content of a value whose format is in `MEMBERWISE`. Raises Unreadable if it has none."""
     ref, payload = _split(recipe, value, headers)
     return content_reader(recipe.fmt, recipe.schema, ref, rule)(payload)
 
@@ -615,7 +615,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
 
 
 def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of a payload's canonical JSON, or of the raw bytes if there is no canonical JSON."""
+    """Return the fingerprint of a payload's canonical JSON, or of the raw bytes if it has no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):

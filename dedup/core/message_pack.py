@@ -126,7 +126,7 @@ class _Columns(NamedTuple):
 
 
 def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
-    """Return the decoder for columns, or None if there are no paths or msgspec cannot follow one of them."""
+    """Return the decoder for columns, or None without paths or if msgspec cannot follow a path."""
     paths = [*ids, *([] if time is None else [time.path])]
     if not paths:
         return None

@@ -5,7 +5,7 @@ imported files are the files that the schema refers to; `read_schema` finds the 
 `_WELL_KNOWN` are built in. The parser ignores imports of other files, and refuses a field whose type only such a file
 defines.
 
-Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
+Source: the language specifications of proto2 and proto3. The tests compare this parser with protoc 33.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _read(text: str, files: Mapping[str, _Types]) -> _Parser:
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
-    """Return the message type with the given indexes. Raises SchemaRefused unless there is exactly one."""
+    """Return the message type with the given indexes. Raises SchemaRefused unless exactly one exists."""
     found: Message | None = file
     for index in indexes:
         found = None if found is None else found.nested_at(index)

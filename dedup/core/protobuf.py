@@ -92,7 +92,7 @@ def fields_at(message: Message, path: Path) -> list[Field]:
 
 
 def names_at(message: Message, path: Path) -> list[str]:
-    """Return the field names of the message at a path, or an empty list if there is no message."""
+    """Return the field names of the message at a path, or an empty list if the path has no message."""
     found = fields_at(message, path)
     below = found[-1].message if found else message
     return list(below.fields) if below is not None and len(found) == len(path) else []

@@ -108,7 +108,7 @@ class _Scalar:
     """The type of a number, a text, or bytes."""
 
     wires: tuple[int, ...]
-    """The wire types that a field of this type may have. The first one is that of a single value."""
+    """The wire types that a field of this type may have. The first wire type is that of a single value."""
     value: Callable[[Any], Tree]
 
     def read(self, cursor: _ContentCursor, wire: int, end: int, _depth: int, _before: object) -> Tree:

@@ -49,7 +49,7 @@ class ModelRecord(NamedTuple):
     fingerprint: bytes = b""
     fault: ModelFault | None = None
     ceiling_ms: int | None = None
-    """The greatest event time that was accepted when this record was judged, or None if there was no limit."""
+    """The greatest event time that was accepted when this record was judged, or None without a limit."""
     idle: bool = False
     """True for an idle marker, which is not a record but shows that the feed currently has no more records."""
 

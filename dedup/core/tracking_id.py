@@ -230,7 +230,7 @@ IdFunction = Callable[[bytes | None, bytes | None, Sequence[tuple[str, bytes | N
 
 @dataclass(frozen=True, slots=True)
 class CodeRule:
-    """The rule that a user's function returns the ID: a string, bytes, an integer, or None if there is no ID.
+    """The rule that a user's function returns the ID: a string, bytes, an integer, or None for no ID.
 
     The function must depend only on its arguments. The name and the version identify the function's behavior, so a
     function that starts to return different IDs needs a new version.
@@ -242,7 +242,7 @@ class CodeRule:
     load: Callable[[], IdFunction] = field(compare=False, repr=False)
     """Imports and returns the function. Raises TopologyError if the function cannot be loaded."""
     digest: str = field(default="", compare=False)
-    """The digest of the module next to the topology file, or an empty string if there is no such module."""
+    """The digest of the module next to the topology file, or an empty string if no such module exists."""
     file: str = field(default="the topology", compare=False)
     """The name of the topology file, for error messages."""
 
@@ -446,7 +446,7 @@ _STEPS: Final[Mapping[str, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies all steps except `instant` to a string, or None if there are no such steps."""
+    """Return a function that applies all steps except `instant` to a string, or None without such steps."""
     functions = [_STEPS[step] for step in steps if step != "instant"]
     if not functions:
         return None

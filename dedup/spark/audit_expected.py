@@ -42,8 +42,8 @@ _DIGITS: Final = 32
 class AuditCut:
     """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, SettingsError if the fleet's start offsets are unknown, and
-    BrokerUnavailable if a transaction of a topic that the fleet writes to stays open.
+    Raises StateIncompatible if the topics contain nothing to audit, SettingsError if the fleet's start offsets are
+    unknown, and BrokerUnavailable if a transaction stays open in a topic that the fleet writes to.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(cut: AuditCut) -> Sides:
-    """Return the records of the late and dead-letter topics; the caller must unpersist `Sides.records`."""
+    """Return the records of the late and dead-letter topics. The caller must unpersist `Sides.records`."""
     topology = cut.topology
     topics = {"late": topology.late.topic} if isinstance(topology.late, LateTo) else {}
     topics |= {"dead_letter": topology.dead_letter}
@@ -417,7 +417,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, there is no late topic, so any record may have been late.
+        # If late records are dropped or forwarded, the topology has no late topic, so any record may have been late.
         on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)

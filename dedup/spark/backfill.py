@@ -285,8 +285,7 @@ class RunDirectory:
         """
         if not self._renames:
             return
-        # The pattern matches only attempts at this run, even if the name of another run begins with the name of this
-        # one.
+        # The pattern matches only attempts at this run, even if another run's name begins with this run's name.
         for each in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
             self._delete(each.getPath())
 

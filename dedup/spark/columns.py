@@ -69,8 +69,8 @@ IDENTIFIED: Final = (
     StructField("dedup_kind", StringType()),
     StructField("dedup_detail", StringType()),
 )
-"""The state key (null if there is a fault), the event time in ms, eight bytes of the payload's digest (null unless the
-topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
+"""The state key (null for a fault), the event time in ms, eight bytes of the payload's digest (null unless the topology
+compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
 """
 
 NO_ARRIVAL: Final = "a record of the input"

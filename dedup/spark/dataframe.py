@@ -57,7 +57,7 @@ def dedup(
     now_ms: int | None = None,
     settings: Settings | None = None,
 ) -> DataFrame:
-    """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types, and values.
+    """Return the rows of ``df`` with their verdicts. The columns of ``df`` keep their names, types, and values.
 
     ``topology`` is a topology or the path of a topology file. The added columns are `dedup_verdict` (unique, duplicate,
     conflict, late, dead_letter, or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event
@@ -69,10 +69,10 @@ def dedup(
     values name their schemas.
 
     Raises SettingsError for a streaming DataFrame, an unknown ``shape`` or ``order``, a duplicate column name, or a
-    column with the name of an added column; upper and lower case do not matter. Also raises SettingsError if the
-    topology or the order needs columns that ``df`` lacks or that have an unsuitable type, or if Spark cannot pass a
-    column to Python. Raises TopologyError for an invalid topology file or, if ``shape`` is "kafka", an unsupported type
-    of a record's column. When the result is computed, the job raises the errors that `backfill.backfill` lists.
+    column with the name of an added column, regardless of case. Also raises SettingsError if the topology or the order
+    needs columns that ``df`` lacks or that have an unsuitable type, or if Spark cannot pass a column to Python. Raises
+    TopologyError for an invalid topology file or, if ``shape`` is "kafka", an unsupported type of a record's column.
+    When the result is computed, the job raises the errors that `backfill.backfill` lists.
     """
     rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)

@@ -118,8 +118,8 @@ class History:
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether the tasks read the records in log order without a sort (`batch_verdicts.judged`): from `pieces` if there
-    are any, and otherwise from `records`.
+    """Whether the tasks read the records in log order without a sort (`batch_verdicts.judged`): from `pieces` if
+    available, and otherwise from `records`.
     """
     identity: str
     """Identifies the input. The same input always has the same identity."""

@@ -63,7 +63,7 @@ _HARMLESS: Final = frozenset(
 
 
 class Attempt(NamedTuple):
-    """One attempt at an incremental run; the table's history names the attempts that were committed."""
+    """One attempt at an incremental run. The table's history names the committed attempts."""
 
     run: int = 0
     """The number of the run; 0 before the first run."""
@@ -512,10 +512,10 @@ class OutputTable:
         self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
-        """Append the verdicts in one commit of the table; the commit names the attempt.
+        """Append the verdicts in one commit of the table, which names the attempt.
 
-        Raises StateIncompatible if another attempt has committed the same run, or if somebody else has changed rows of
-        the table since `last_run`. If they were changed while the commit was being written, the commit remains, and
+        Raises StateIncompatible if another attempt has committed the same run, or if someone else has changed rows of
+        the table since `last_run`. If the rows were changed while the commit was being written, the commit remains, and
         every later run raises the same error.
         """
         run = attempt.run

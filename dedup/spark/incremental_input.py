@@ -57,7 +57,7 @@ class NewFiles:
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return a description of the files that no run has read, or None if there are no such files.
+        """Return a description of the files that no run has read, or None if runs have read all files.
 
         Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
         pattern, or if the directories of the files contain different columns. Raises SettingsError if a path names a
@@ -360,7 +360,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the row count and digest, or None if there are no rows or the last run judged the same rows."""
+        """Return the row count and digest, or None if the input has no rows or the last run judged the same rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 

@@ -30,7 +30,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges into which one Kafka partition's offsets are divided; each range is sorted by one task."""
+    """The ranges into which one Kafka partition's offsets are divided. One task sorts each range."""
 
     topic: int
     """Position of the topic in ``source.topics``."""

@@ -35,7 +35,7 @@ from dedup.spark.sightings import SIGHTINGS, current, live
 _MOST_LOG_ROWS: Final = 1 << 22
 """Maximum number of records in a log. Their sightings take less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
-"""A job with a shuffle needs about this many times the CPU time of a job without one."""
+"""A job with a shuffle needs about this many times the CPU time of a job without a shuffle."""
 _PART_ROWS: Final = 65_536
 _PART_BYTES: Final = 32 << 20
 """A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""

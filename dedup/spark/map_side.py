@@ -126,8 +126,8 @@ class OffsetRuns:
         """Return two arrays with, for each record, the number of its offset run and the greatest event time of the run
         so far.
 
-        ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        there are more than `_MOST_RUNS` offset runs, which means that the rows are not in log order.
+        ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible for
+        more than `_MOST_RUNS` offset runs, which show that the rows are not in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -302,7 +302,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return all buffers; the caller must not add a buffer after this call."""
+        """Return all buffers. The caller must not add a buffer after this call."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -82,7 +82,9 @@ def refuse_overlap(
 
 
 def _location(spark: SparkSession, table: str) -> list[str]:
-    """Return the directory of a table in a catalog, or an empty list for a table without one, such as a view."""
+    """Return the directory of a table in a catalog as a list, which is empty for a table without a directory, such as a
+    view.
+    """
     facts = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()}
     return [facts["Location"]] if facts.get("Location") else []
 

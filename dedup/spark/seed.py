@@ -479,7 +479,7 @@ class _SeedWriter:
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition, and return False; if an earlier run seeded the partition, write nothing and
+        """Seed one changelog partition, and return False. If an earlier run seeded the partition, write nothing and
         return True.
 
         After PartitionTruncated, TaskMigrated, or CommitUnknown, the caller must write the whole partition again.

@@ -180,7 +180,7 @@ def _progress(
 
 
 def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, changelog.SeedMark]:
-    """Return the newest seed mark in each changelog partition; the result is empty if the fleet was not seeded."""
+    """Return the newest seed mark in each changelog partition. The result is empty if the fleet was not seeded."""
     options = {**kafka_options(settings), "subscribe": topology.changelog_topic, "startingOffsets": "earliest"}
     records = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
     marks = records.where(fn.col("key") == fn.lit(changelog.SEED_MARK_KEY)).groupBy("partition")

@@ -82,7 +82,7 @@ _SILENCED: Final = {
     ),
     "org.apache.spark.executor.Executor": "Exception in task .*",
     "org.apache.spark.scheduler.DAGScheduler": "Failed to cancel job group .*",
-    # Spark tries three times; the error of the last attempt ends the query.
+    # Spark tries three times. The error of the last attempt ends the query.
     "org.apache.spark.sql.kafka010.KafkaOffsetReaderAdmin": r"(?s)Error in attempt \d+ getting Kafka offsets.*",
 }
 """Maps loggers of Spark to Java patterns of the messages that are suppressed. These messages report tasks that failed
@@ -398,8 +398,8 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return this process's Spark session; if no session exists, create one with a suitable Java version, the current
-    Python, and the jars of ``packages``.
+    """Return this process's Spark session. If no session exists, create a session with a suitable Java version, the
+    current Python, and the jars of ``packages``.
 
     An existing session, such as a notebook's, keeps all settings except those in ``conf``, and gets no jars. For a new
     session, ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master

@@ -98,7 +98,7 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the paths of the jars that the packages need in addition to PySpark's own jars; download missing ones.
+    """Download missing jars, and return the paths of the jars that the packages need in addition to PySpark's own jars.
 
     Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar, and
     SettingsError if the cache for the jars cannot be written.

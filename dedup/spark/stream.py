@@ -219,7 +219,7 @@ async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> 
 
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[TaskGroup]:
-    """Yield a task group with one started task for the partition; the task begins with empty local state."""
+    """Yield a task group with one started task for the partition. The task begins with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
         here = ready.settings.model_copy(update={"state_dir": Path(empty)})
         group = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build((feeding,))
@@ -564,7 +564,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Wait until every query has either stopped or read all of its input. If a query has failed, raise the query's
+        """Wait until every query has either stopped or read all its input. If a query has failed, raise the query's
         error.
         """
         try:

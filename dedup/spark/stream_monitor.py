@@ -156,7 +156,7 @@ class StreamMonitor:
         self._thread.join()
 
     def add(self, report: BatchReport) -> None:
-        """Add the counts of a micro-batch, and schedule its log line; any thread may call this method."""
+        """Add the counts of a micro-batch, and schedule its log line. Any thread may call this method."""
         self._call(lambda: self._take(report))
 
     def _call(self, what: Callable[[], None]) -> None:

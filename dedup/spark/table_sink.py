@@ -48,7 +48,7 @@ through `expire_snapshots`.
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A table commit of the sink, as read back from the table; the commit's metadata contains the fields up to `id`."""
+    """A table commit of the sink, as read back from the table. The commit's metadata contains the fields up to `id`."""
 
     topic_id: str
     """Kafka's ID of the output topic; another ID means that the topic was recreated, and that the offsets belong to
@@ -133,7 +133,7 @@ class TableSink:
         begins = self._begins(last, topic_id, lows, ends)
         wanted = {at: min(end, (until or {}).get(at, end)) for at, end in ends.items()}
         stops = self._stops(begins, wanted)
-        # Iceberg may expire the snapshot with the position at any time, unless it is the latest one.
+        # Iceberg may expire the snapshot with the position at any time, unless this snapshot is the latest.
         hidden = last is not None and isinstance(self._log, IcebergLog) and entries[0].version > last.table_version
         due = last is not None and (hidden or now_ms - self._renewed_ms >= _RENEWED_AFTER_MS)
         if stops == begins and not due:

@@ -184,7 +184,7 @@ class TableRows:
     rejected: DataFrame
     """The unchanged records, with the additional columns `reason` and `detail`."""
     order: str
-    """What determines which record is newer: `event_time`, `offset`, or a column of the payload."""
+    """The property that determines which record is newer: `event_time`, `offset`, or a column of the payload."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
@@ -364,7 +364,7 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
+    """Return the newest row of each tracking ID according to `ORDER`. A hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
     columns = [quoted(name) for name in others]
     # The hash ignores nulls, so rows that differ only in the position of a null have the same hash.
@@ -439,7 +439,7 @@ def _other_order(table: str, by: str) -> StateIncompatible:
 def _refuse_other_columns(
     table: str, wanted: Mapping[str, str], found: Mapping[str, str], own: Collection[str] = ()
 ) -> None:
-    """Raise StateIncompatible if a table lacks a column, or has a column of another type or one that is not ``wanted``.
+    """Raise StateIncompatible if a table lacks a column, or has a column of another type or an unwanted column.
 
     A replaced row would keep its old value in a column that is not ``wanted``, and would therefore mix two records. The
     columns ``own`` belong to the user, so they may keep their values.
@@ -527,7 +527,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
-    """Move the staged rows to the target table in one transaction; return the number of inserted or replaced rows.
+    """Move the staged rows to the target table in one transaction. Return the number of inserted or replaced rows.
 
     Raises StateIncompatible if the number of tracking IDs in the staging table is not ``expected``.
     """

@@ -131,7 +131,7 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
+    """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing without rows.
 
     If another attempt might succeed, the function raises the error, so that Spark starts another attempt. If every
     attempt would fail in the same way, the function puts the error in the report, and the driver raises the error.
@@ -172,8 +172,8 @@ def _reported(
 class _AttemptLog(logging.Handler):
     """Collects an attempt's warnings, so that the driver can log a warning of many attempts only once.
 
-    Messages about records that wait go to standard error at once. Messages about brokers that do not respond are
-    dropped, because the driver logs them, too.
+    Messages about records that wait go to standard error at once. Messages about unresponsive brokers are dropped,
+    because the driver also logs such messages.
     """
 
     def __init__(self, standard_error: logging.Handler) -> None:
@@ -195,7 +195,7 @@ class _AttemptLog(logging.Handler):
 def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
     """Inside the ``with`` block, collect the log messages of this process instead of logging them.
 
-    If the block raises an error, the messages are logged, because there is no report that could contain them.
+    If the block raises an error, the messages are logged, because no report can contain them.
     """
     standard_error = logging.StreamHandler()
     standard_error.setFormatter(text_format())

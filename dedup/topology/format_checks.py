@@ -47,7 +47,7 @@ def rules_at(document: Document) -> list[At]:
 
 
 def each_at(document: Document, at: At) -> list[At]:
-    """Return the paths of the items of a list, or an empty list if there is no list at the path."""
+    """Return the paths of the items of a list, or an empty list if the path has no list."""
     several = document.get(at)
     return [(*at, row) for row in range(len(several) if isinstance(several, list) else 0)]
 

@@ -235,7 +235,7 @@ class Topology:
 
     @property
     def forwards_to(self) -> tuple[str, ...]:
-        """The output topic, if there is one, and the routes of the flow."""
+        """The output topic, if any, and the routes of the flow."""
         return (*(() if self.output is None else (self.output.topic,)), *self.routes)
 
     @property
