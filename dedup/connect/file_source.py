@@ -38,7 +38,7 @@ from dedup.topology.schema import CsvType, FilesSource
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
 _GET_VERSION: Final = 0x80087601
-"""Linux's `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
+"""The number of Linux's request `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
 _SCAN_AGAIN_S: Final = 5.0
 """The maximum time for which busy files, which always have more lines, may delay the search for new files."""
 _ROTATION: Final = re.compile(r"[.-][0-9][-0-9._T:]*")

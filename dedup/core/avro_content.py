@@ -19,8 +19,8 @@ rule, or could make different values equal:
 - An enum's symbol that the pinned schema lacks does not become the pinned enum's default.
 - Two records, enums, or fixed of one union are not read as the same type of the pinned schema. Only the best match, if
   any, is read as this type.
-- A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units,
-  and the scales, precisions, and underlying types of decimals, may differ. The value is decoded with its own unit or
+- A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units may
+  differ, and so may the scales, precisions, and underlying types of decimals. The value is decoded with its own unit or
   scale, so the conversion is exact. A logical type that only the pinned schema has applies to values with the same
   underlying type. The logical type uuid of a string does not matter.
 - An alias of a type is its full name. An alias of a field applies only if the writer's record has no field with the

@@ -69,8 +69,8 @@ class Record:
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Fields that take no bytes. Readers visit only such fields that are on a path, because a small schema can define
-    very many of them.
+    """The fields that take no bytes. Readers skip such fields unless they are on a path, because a small schema can
+    define very many such fields.
     """
     aliases: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     field_aliases: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)

@@ -243,7 +243,7 @@ def path() -> Column:
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
-    """Return a 128-bit digest of a record's key, value, headers, and timestamp; null and empty values have different
+    """Return a 128-bit digest of a record's key, value, headers, and timestamp. Null and empty values have different
     digests.
 
     The digest is a truncated SHA-256 hash. With a faster checksum, an attacker could hide a change by constructing a

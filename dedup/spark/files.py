@@ -175,9 +175,9 @@ def read_files(
     ``paths`` must be files below the directory ``base``, and only subdirectories of ``base`` (such as
     `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are text; otherwise, Spark infers their
     types. If ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`).
-    Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file,
-    and for a path inside a Delta or Iceberg table that is not read as a table. Raises TopologyError if a required
-    column is missing or a column has the wrong type.
+    Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file.
+    Also raises SettingsError for a path inside a Delta or Iceberg table that is not read as a table. Raises
+    TopologyError if a required column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
