@@ -3,8 +3,8 @@
 `run` does the same as the command `dedup run`, and `TopologyTestDriver` tests a topology file without a broker.
 `IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
 A `Flow` wraps your function, which the topology calls for each forwarded record. `dedup.errors` contains the error
-classes. All names except `errors`, `load_topology`, and `run` are imported on first access, so that `import dedup` is
-fast.
+classes. To keep `import dedup` fast, all names except `errors`, `load_topology`, and `run` are imported on first
+access.
 """
 
 from __future__ import annotations
@@ -90,15 +90,14 @@ def run(
 
     With ``exit_when_done``, the worker stops when its group has judged every record that the source topics contained
     when the worker started. ``onto_existing_output`` permits a new consumer group to write to an output topic that
-    already contains records. The worker calls ``on_tick``, which can display progress, about 20 times a second.
-    The argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must
-    configure logging.
+    already contains records. About 20 times a second, the worker calls ``on_tick``, which can display progress. Its
+    argument is the worker's app, which is not part of the public API. The calling program must configure logging.
 
-    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals, or
-    inside an event loop, such as that of a notebook, because the worker runs its own. Also raises the error that
-    stops the worker: `StateIncompatible` if the state or the topics do not match the topology, `BrokerUnavailable`
-    if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed before the error
-    stay committed, and the next run continues after them.
+    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals. Raises
+    RuntimeError also inside an event loop, such as a notebook's, because the worker runs its own loop. Also raises the
+    error that stops the worker: `StateIncompatible` if the state or the topics do not match the topology,
+    `BrokerUnavailable` if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed
+    before the error stay committed, and the next run continues after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

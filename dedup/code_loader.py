@@ -38,7 +38,7 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
         module = import_module(module_name)
     except (KeyboardInterrupt, Terminated):
         raise
-    except BaseException as error:  # A module that raises SystemExit must not end the command as if it had succeeded.
+    except BaseException as error:  # A module that raises SystemExit must not end the command as a success.
         text = f"{key}: {module_name} cannot be imported: {type(error).__name__}: {error}"
         raise TopologyError([Problem(file, f"{text}; put it into {directory}, or install it")]) from error
     top = module_name.partition(".")[0]
@@ -57,10 +57,10 @@ def load_id_function(
 ) -> Callable[[bytes | None, bytes | None, _Headers], object]:
     """Import the ID function ``module:attribute`` as `load_attribute` does, and return the function.
 
-    ``digest`` is the `source_digest` that the module next to the topology file had when that file was read, or an empty
-    string if there was no such module. Raises TopologyError if the attribute is not a function or is an async function.
-    Also raises TopologyError if the imported module's digest is not ``digest``, because changed code may return
-    different IDs.
+    ``digest`` is the `source_digest` of the module next to the topology file, taken when that file was read, or an
+    empty string if no such module existed. Raises TopologyError if the attribute is not a function or is an async
+    function. Also raises TopologyError if the imported module's digest is not ``digest``, because changed code may
+    return different IDs.
     """
     key = "tracking_id.python"
     function, module = load_attribute(key, name, directory, file)
@@ -92,12 +92,12 @@ def imported_digest(name: str) -> str:
 
 @cache
 def _imported(module: ModuleType) -> str:
-    """Return the source digest computed at the first call, right after `load_attribute` imported the module."""
+    """Return the source digest computed at the first call, immediately after `load_attribute` imported the module."""
     return _digest_of(module)
 
 
 def _digest_of(module: ModuleType) -> str:
-    """Return the digest of a module's source, or an empty string if it has none. The source may be in a zip file."""
+    """Return the digest of a module's source, or an empty string without a source. The source may be in a zip file."""
     try:
         spec = module.__spec__
         text = None if spec is None else spec.loader.get_source(spec.name)  # type: ignore[union-attr]

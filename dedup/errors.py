@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 FULL_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The error numbers of a write for which a disk, a quota, or a file has no room."""
+"""The error numbers of a write that fails because a disk is full or a quota or file-size limit is exceeded."""
 
 
 class Terminated(SystemExit):
@@ -78,7 +78,7 @@ class PackageMissing(DedupError):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match, so dedup has stopped without changing anything."""
+    """The state, the changelog, and the topology do not match, so dedup has stopped without changing anything."""
 
     exit_code = 3
 
@@ -88,7 +88,7 @@ class RecordFailed(DedupError):
 
 
 class VerificationFailed(DedupError):
-    """The records in Kafka differ from those that the exact model expects."""
+    """The records in Kafka differ from the records that the exact model expects."""
 
     exit_code = 4
 
@@ -106,7 +106,7 @@ class DatabaseUnavailable(DedupError):
 
 
 class RegistryUnavailable(DedupError):
-    """The schema registry did not answer, or did not say whether it knows a schema, so the caller must ask again."""
+    """The schema registry did not answer, or did not say whether it has a schema, so the caller must ask again."""
 
     exit_code = 5
 
@@ -126,9 +126,9 @@ class CommitUnknown(TaskMigrated):
 
 
 class ProducerForgotten(TaskMigrated):
-    """The coordinator does not know the producer ID: it was idle for too long, or another process has taken over.
+    """The coordinator does not know the producer ID, which was idle for too long or was taken over by another process.
 
-    A caller that makes sure that no other process has taken over may begin a new epoch, as after CommitUnknown. Every
+    A caller that ensures that no other process has taken over may begin a new epoch, as after CommitUnknown. Every
     other caller must act as after TaskMigrated.
     """
 
@@ -146,7 +146,7 @@ class RecordRefused(DedupError):
     topic: str
     partition: int
     rows: tuple[int, ...]
-    """Feeding offsets of the refused records, or of all records of the batch if the broker names no record.
+    """Feeding offsets of the refused records, or of all records in the batch if the broker names no record.
 
     An offset of -1 stands for a record that dedup itself created.
     """
@@ -158,14 +158,15 @@ class RecordRefused(DedupError):
     bad_time: bool = False
     """True if the broker does not accept the timestamp of a record."""
     also: list[RecordRefused] = field(default_factory=list, init=False)
-    """The errors for other refused batches of the same transaction."""
+    """The errors for other refused batches in the same transaction."""
 
     def __post_init__(self) -> None:
         super().__init__(self.text)
 
     def named(self, unsaid: str) -> Mapping[int, str]:
-        """Map each record that the broker refuses to the reason, which is ``unsaid`` if a batch of one record was
-        refused without a message. Empty if the broker does not say which records of a batch it refuses.
+        """Map each record that the broker refuses to the reason. The reason is ``unsaid`` if the broker refused a batch
+        of one record without a message. The result is empty if the broker does not say which records of a batch it
+        refuses.
         """
         return self.reasons or (dict.fromkeys(self.rows, unsaid) if len(self.rows) == 1 else {})
 

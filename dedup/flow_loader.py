@@ -33,7 +33,7 @@ def load_flow(spec: FlowSpec) -> Flow:
 
 
 def load_code(topology: Topology) -> Flow | None:
-    """Import a topology's ID functions and its flow, and return the flow, or None if there is none.
+    """Import a topology's ID functions and its flow, and return the flow, or None if the topology has none.
 
     Raises TopologyError in the same cases as `load_id_function` and `load_flow`.
     """
@@ -45,7 +45,7 @@ def load_code(topology: Topology) -> Flow | None:
 def sample_findings(topology: Topology, records: Sequence[FlowRecord]) -> list[Finding]:
     """Run the flow and the ID functions on sample records in two processes with different hash seeds.
 
-    Returns a finding for each function that fails on a sample, and for each one whose results differ between the
+    Returns a finding for each function that fails on a sample, and for each function whose results differ between the
     processes. Raises TopologyError if the code cannot be loaded or terminates its process.
     """
     load_code(topology)

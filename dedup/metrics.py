@@ -17,7 +17,9 @@ SPAN_MS: Final = 60_000
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""The verdict labels of records that have not been judged. Dedup tasks judge repartitioned records later."""
+"""The verdict labels of records that have not been judged, such as repartitioned records, which dedup tasks judge
+later.
+"""
 _STARTED_S: Final = time.time()
 """The approximate start time of this process, which imports this module when it starts."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
@@ -122,7 +124,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 RESULTS: Final = ("committed", "aborted")
-"""The possible results of a transaction, each of which is counted."""
+"""The possible results of a transaction. Each result has its own counter."""
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
 
@@ -133,7 +135,7 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """The number of durations in each bucket, not cumulative. The last bucket counts durations above all bounds."""
+    """The non-cumulative number of durations in each bucket. The last bucket counts durations above all bounds."""
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -198,9 +200,10 @@ class TaskNumbers(Judged):
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
     caught_up_s: float | None = None
-    """The monotonic time at which `look` last found no lag, or None. Every waiting record has arrived since then."""
+    """The monotonic time at which `look` last found no lag, or None. Every waiting record has arrived since that time.
+    """
     nothing_readable_s: float | None = None
-    """The monotonic time at which `look` last found no lag, or only records that an open transaction hides, or None."""
+    """The monotonic time at which `look` last found no records that a task could read, or None."""
 
     def committed(self, offset: int) -> None:
         """Count a committed transaction, and store the offset that the transaction committed."""
@@ -216,20 +219,20 @@ class TaskNumbers(Judged):
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
         """Count each record of a committed batch with the latency of the batch's first record.
 
-        ``oldest_ms`` is the time from which that latency is measured, and ``newest_ms`` is that of the last record.
+        ``oldest_ms`` is the time from which that latency is measured, and ``newest_ms`` is the time of the last record.
         """
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
     def continue_from(self, before: TaskNumbers) -> None:
-        """Keep what a task that is built again knows from the task that it replaces, whose commit failed."""
+        """Copy the state of the task that this task replaces after a failed commit."""
         self.last_commit_s = before.last_commit_s
         self.committed_offset = before.committed_offset
         self.committed_time_ms = before.committed_time_ms
         self.caught_up_s, self.nothing_readable_s = before.caught_up_s, before.nothing_readable_s
 
     def look(self, lag_records: int | None, unstable_records: int | None) -> None:
-        """Note the time if no records wait, or none that can be read. The web server calls `look` every second."""
+        """Store the time if no records wait, or if none can be read. The web server calls `look` every second."""
         if lag_records == 0:
             self.caught_up_s = time.monotonic()
         if lag_records is not None and lag_records <= (unstable_records or 0):
@@ -282,10 +285,10 @@ class TaskSeen:
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which records could be read and nothing was committed, or 0 if there are no such records."""
+        """Seconds for which readable records have waited without a commit, or 0 if no such records exist."""
         if not self.lag_records or self.lag_records <= (self.unstable_records or 0):
             return 0.0
-        # After a quiet time, the last commit may be hours ago, but a record that has just arrived has not waited.
+        # After a quiet time, the last commit may be hours old, although a record that has just arrived has not waited.
         since_s = self.numbers.nothing_readable_s
         return time.monotonic() - max(self.numbers.last_commit_s, -math.inf if since_s is None else since_s)
 
@@ -324,7 +327,7 @@ class DeadLetterAlert:
 
     @property
     def text(self) -> str:
-        """The warning as a message that says what happened and what to do."""
+        """The warning as a message with the problem and the remedy."""
         remedy = _REMEDIES.get(self.reason, "Look at the header dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
@@ -343,7 +346,7 @@ class DeadShare:
     def __init__(self) -> None:
         self.alert: DeadLetterAlert | None = None
         self._looks: Final[deque[tuple[int, int, Counter[str]]]] = deque()
-        """For each call to `look`, the time, the number of judged records, and the dead letters by reason."""
+        """For each call to `look`, the time, the number of judged records, and the number of dead letters by reason."""
 
     def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
         """Record the current counters of all tasks, and return whether an alert has begun or ended."""
@@ -384,16 +387,16 @@ class WorkerSeen:
     """The reason why the worker is not ready, or None if it is ready."""
     checkpoints_unusable: int = 0
     schemas_awaited: int = 0
-    """The number of schemas that records wait for, because the schema registry has not returned them yet."""
+    """The number of schemas that records wait for and that the schema registry has not returned yet."""
     transactions: Mapping[str, int] = field(default_factory=dict)
     """The number of transactions of the worker's task groups, by result (`RESULTS`)."""
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
-    """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
+    """The counters of closed tasks. They are kept because a counter must not decrease when a partition moves away."""
     commit_interval_s: float = 0.0
-    """The config's `commit_interval`, for which records wait although nothing is wrong."""
+    """The config's `commit_interval`, during which it is normal that records wait."""
     started_s: float = _STARTED_S
-    """The time from which the counters count, in seconds since 1970."""
+    """The time at which the counters started, in seconds since 1970."""
     user_code: Mapping[str, str] = field(default_factory=dict)
     """Maps each ID function or flow, as module:attribute, to the digest of its module's source."""
 

@@ -1,8 +1,8 @@
-"""Defines and loads the settings of a worker, which have the same structure as the config file.
+"""Defines and loads the settings of a worker, which have the structure of the config file.
 
 Later sources override earlier ones: defaults, the config file, the environment (``DEDUP_WEB__PORT=0`` sets
 ``web.port``), and `--set`. A config file contains no secrets, only references to them, such as ``${env:NAME}`` or
-``${file:PATH}``. The docstrings of the keys appear in the JSON Schema, so that editors can display them.
+``${file:PATH}``. The keys' docstrings appear in the JSON Schema, so that editors can display them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PLAIN: Final = (
 )
 _LAST_PORT: Final = 65_535
 _LONGEST_LABEL: Final = 63
-"""The maximum length of a part of a host name between dots (RFC 1035)."""
+"""The maximum length of one label of a host name (RFC 1035). Dots separate the labels."""
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _REGISTRY: Final = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
@@ -73,7 +73,7 @@ def _is_broker(text: str) -> bool:
     match = _BROKER.fullmatch(text)
     if match is None or not 0 < int(match[2]) <= _LAST_PORT:
         return False
-    # Python refuses to look up other names, with an error that names no setting.
+    # Python refuses to look up other names, and its error would not name the setting.
     labels = match[1].removesuffix(".").split(".")
     return match[1].startswith("[") or all(0 < len(label) <= _LONGEST_LABEL for label in labels)
 
@@ -133,7 +133,7 @@ _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "patter
 
 
 class Secret(SecretStr):
-    """A string that is hidden in reprs and log lines and cannot be pickled."""
+    """A string that is hidden in reprs and log lines, and that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret must not be pickled")
@@ -164,7 +164,7 @@ class Security(Keys):
 
 
 class RegistrySection(Keys):
-    """A schema registry with Confluent's API. It holds the schemas that the framing of values and keys refers to."""
+    """A schema registry with Confluent's API, which stores the schemas that framed values and keys refer to."""
 
     url: Annotated[str, AfterValidator(_registry)] | None = None
     """Address, such as https://registry:8081 or http://apicurio:8080/apis/ccompat/v7."""
@@ -213,7 +213,7 @@ class TopicDefaults(Keys):
     partitions: Annotated[int, within(1, 100_000)] | None = None
     """Number of partitions of the repartition topic. Default: the largest partition count of a source topic."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "snappy"
-    """Compression of the records that a worker writes. lz4 uses a lot of the worker's CPU time."""
+    """Compression of the records that a worker writes. The codec lz4 uses a lot of the worker's CPU time."""
 
     @property
     def retention_ms(self) -> int | None:
@@ -231,7 +231,7 @@ class Web(Keys):
     port: Annotated[int, within(0, _LAST_PORT)] = 6066
     """Port to listen on. With 0, the system picks a free port."""
     token: _SecretText | None = None
-    """Token that callers must send, written as ${env:NAME} or ${file:PATH}."""
+    """Token that clients must send, written as ${env:NAME} or ${file:PATH}."""
     advertise: Annotated[str, _PAGE_RULE] | None = None
     """URL at which other workers and users reach these pages. Default: a URL with web.host and web.port."""
 
@@ -242,7 +242,7 @@ class LogSettings(Keys):
     format: Literal["text", "json"] = "text"
     """Log format: text for people, or json for machines."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of the log lines to write."""
+    """Minimum level of the log lines to write."""
 
 
 class Settings(Keys):
@@ -303,10 +303,10 @@ _KEYS: Final = {
     for name, key in model.model_fields.items()
     if (*holder, name) not in _MODELS
 }
-"""Maps the path of each key that takes a plain value to the type of the value."""
+"""Maps the path of each key with a scalar value to the type of the value."""
 _SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
 _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
-"""The paths of keys that take a string. Their values are kept as written, because ``0042`` may be a name."""
+"""The paths of keys whose value is a string. Values such as ``0042`` are kept as written, because they may be names."""
 
 
 def load_settings(
@@ -350,7 +350,7 @@ def load_settings(
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment that override no setting.
 
-    A command that gets only these variables has the settings of its config file, whatever its user has exported.
+    A command that gets only these variables has the settings of its config file, regardless of the user's environment.
     """
     return {name: value for name, value in environ.items() if not _overrides(name)}
 
@@ -361,7 +361,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Report each secret that the file contains as plain text, and mask it so that no other message shows it."""
+    """Report and mask each secret that the file contains as plain text, so that no other message shows it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):

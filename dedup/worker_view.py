@@ -1,4 +1,4 @@
-"""Defines the data, other than metrics, that a worker reports about itself and that the web pages display."""
+"""Defines the data, other than metrics, that a worker reports about itself to the web pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dedup.metrics import TaskNumbers
 Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
 """The kinds of records whose latest examples are kept for inspection."""
 STUCK_S: Final = 30.0
-"""A task is considered stuck if records wait for this many seconds longer than the commit interval, and the task
-commits nothing meanwhile.
+"""A task is considered stuck if it commits nothing while records wait for this many seconds longer than the commit
+interval.
 """
 _MOST_SHOWN_BYTES: Final = 4096
 
@@ -34,7 +34,7 @@ class Noted:
     source: str
     """Position of the record, as topic/partition/offset."""
     id: str | None
-    """The ID in the form that `dedup lookup` accepts, or None if there is no ID or only the ID's digest is known."""
+    """The ID in the form that `dedup lookup` accepts, or None without an ID or if only its digest is known."""
     event_time_ms: int | None
     """The event time in milliseconds, or None if the record has no usable event time."""
     judged_ms: int
@@ -83,7 +83,7 @@ class SeenId:
     live: bool
     """True until stream time has passed the sighting's retention, after which the sighting no longer counts."""
     went: str | None
-    """The output topic, followed by the partition if it is known, or None for an observe-only topology."""
+    """The output topic, with the partition if known, or None for an observe-only topology."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class LookedUp:
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, which are those of this worker."""
+    """The partitions that were searched, which are this worker's partitions."""
     partitions: int
     """Total number of partitions, or 0 while the worker has no assignment."""
     belongs_to: int | None

@@ -1,4 +1,4 @@
-"""Parses YAML into plain values and validates the values. Each error gives the line and column of the problem.
+"""Parses YAML into plain values and validates the values. Each error contains the line and column of the problem.
 
 The parser reports repeated keys, and rejects tags, aliases, and merge keys, which rules out "billion laughs" attacks.
 """
@@ -36,7 +36,7 @@ _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-"""Python represents each byte that is not UTF-8 in an argument or a variable as an unpaired surrogate."""
+"""Matches unpaired surrogates, which Python uses for bytes that are not UTF-8 in arguments and variables."""
 _CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
@@ -64,7 +64,7 @@ _WANTED: Final[Mapping[str, str]] = {
 """Maps a pydantic error type to a message that says what the file should contain instead."""
 
 _BEGUN: Final = ("a quoted scalar", "a flow sequence", "a flow mapping", "a simple key")
-"""The contexts in which ruamel finds a mistake only later, maybe at the end of the file."""
+"""The contexts in which ruamel detects a mistake only after its position, possibly at the end of the file."""
 _REMEDIES: Final[Mapping[str, str]] = {
     "\\t": "indent with spaces, not tabs",
     "a quoted scalar found unexpected": "close the quote that begins here",
@@ -79,7 +79,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "start any token": "put the text in quotes",
     "an alias": "put the text in quotes",
 }
-"""Maps a part of ruamel's message to what to write instead. The first part that occurs counts."""
+"""Maps a part of ruamel's message to advice about what to write instead. The first matching part applies."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 At = tuple[str | int, ...]
@@ -140,7 +140,7 @@ class Document:
         return self._written.get(at)
 
     def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
-        """Return the value at a path, or None if there is no value."""
+        """Return the value at a path, or None if the path has no value."""
         value = self.value
         for step in at:
             match value, step:
@@ -199,7 +199,7 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
         return document
-    # Report only this problem. Nothing after it was read, so every later key would be reported as missing.
+    # Report only this problem. The rest of the file was not read, so every later key would be reported as missing.
     return Document(name, problems=[problem])
 
 
@@ -237,7 +237,7 @@ class _Reading:
             if type(value) is int and at in self._texts:
                 value = event.value
             if value is None and at:
-                # An empty value has no position, so the problem is reported at the value's key, if there is a key.
+                # An empty value has no position, so the problem is reported at the value's key, if any.
                 place = key_place or place
                 text = f"has no value; write one, or leave the {'key' if key_place else 'item'} out"
                 self._document.problems.append(Problem(place, f"{dotted(at)}: {text}"))

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _CLIENT: Final = "dedup-admin"
 _STATE_OF_CHECKPOINTS: Final = ".checkpoint"
-"""The directory in `state_dir` where `dedup checkpoint` keeps its own copy of the state."""
+"""The subdirectory of `state_dir` in which `dedup checkpoint` keeps a copy of the state."""
 _SHOWN: Final = ("position", "ids", "size_bytes")
 _PRINCIPAL: Final = "User:dedup"
 UrlOption = Annotated[
@@ -81,7 +81,7 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Create the topics that a topology or an ingest file needs, and show how existing topics differ from them.
+    """Create the topics that a topology or an ingest file needs, and report differences in existing topics.
 
     The command never changes existing topics and never creates a topology's source topics. With --table, the command
     also creates the sink's tables, so `dedup sink` needs no permission to create tables.
@@ -220,8 +220,8 @@ def status(
 ) -> None:
     """Show a fleet's lag, rates, and tasks, and suggest a remedy for each problem.
 
-    The first line shows the lag, the age of the oldest record not yet judged, and the current rates. On a narrow
-    terminal, the table has fewer columns; --json always prints every column.
+    The first line shows the lag, the age of the oldest record that is not yet judged, and the current rates. On a
+    narrow terminal, the table omits some columns; --json always prints every column.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -261,9 +261,9 @@ def reset(
 ) -> None:
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
-    The command asks for confirmation, and refuses to reset while workers are running. A reset deletes no records from
-    the output topic. If workers read the source from the start again after a reset, they forward its records a second
-    time, and `dedup verify` reports the second copies.
+    The command asks for confirmation, and refuses to run while workers are running. A reset does not delete records
+    from the output topic. If workers read the source from the start again after a reset, they forward the same records
+    a second time, and `dedup verify` reports the duplicates.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -313,7 +313,7 @@ def _reset_local(topology: Topology, settings: Settings, *, yes: bool) -> None:
 
 
 def _ask_to_delete(doomed: Sequence[str], consequence: str) -> None:
-    """Show what would be deleted; raises Exit unless the user agrees."""
+    """List everything that would be deleted. Raises Exit unless the user agrees."""
     typer.echo("\n".join(["this would be deleted:", *(f"  {each}" for each in doomed)]))
     if not typer.confirm(f"{consequence} Delete it?"):
         typer.echo("nothing was changed")
@@ -344,11 +344,11 @@ def layout(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show how many partitions share a transaction; with --apply, change this number.
+    """Show how many partitions share a transaction, or change this number with --apply.
 
     Stop all workers of the topology before you change the layout. The change preserves the state and the offsets. A
-    worker that was frozen during the change cannot commit afterward. If the change is interrupted, run the command
-    again; until then, no worker starts.
+    worker that was frozen during the change cannot commit afterward. If the change is interrupted, workers refuse to
+    start until you run the command again.
 
     Example: dedup layout topologies/orders.yaml --apply
     """
@@ -397,10 +397,10 @@ def replay(
 ) -> None:
     """Send each dead letter back to the source partition that it came from, exactly once.
 
-    Each replayed record has the header dedup-replayed, which contains its original position in the source. If late
-    records were sent back to the source, they would only be late again. With --late --forward, the command
-    therefore sends late records to the output, with the header dedup-verdict: late. If the position of the last
-    replay is lost, the command sends nothing unless --from says where to begin.
+    Each replayed record has the header dedup-replayed, which contains the record's original position in the source.
+    Late records would be late again if they were sent back to the source. Therefore, with --late --forward, the command
+    sends them to the output, with the header dedup-verdict: late. If the position of the last replay is lost, the
+    command sends nothing unless --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -441,7 +441,7 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show where workers saw an ID, and the event time until which later records with that ID count as duplicates.
+    """Show where workers saw an ID, and until which event time later records with that ID are duplicates.
 
     Write a composite ID as a JSON array of its parts. The command queries one or more workers (--url). Each
     queried worker also asks the owners of all other partitions about the ID.
@@ -479,9 +479,9 @@ def checkpoint(
 ) -> None:
     """Write the state of a topology's tasks to a directory or an object store, with one checkpoint per partition.
 
-    The command reads the state from the changelog, so it neither needs nor affects any worker. The command keeps a copy
+    The command reads the state from the changelog, and neither needs nor affects any worker. The command keeps a copy
     of the state in --state-dir, so that the next run reads only new changelog records. Run the command periodically,
-    but never run two instances at the same time.
+    but never run two instances at once.
 
     A worker without local state starts from the checkpoint in `state.checkpoint`, and then reads only the rest of the
     changelog.
@@ -499,7 +499,7 @@ def checkpoint(
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
-    # Read only the changelog, because a checkpoint made from an older checkpoint would inherit any errors in it.
+    # Read only the changelog, because a checkpoint made from an older checkpoint would inherit the older one's errors.
     here = settings.model_copy(
         update={"state_dir": state_dir or settings.state_dir / _STATE_OF_CHECKPOINTS, "state": StateSection()}
     )
@@ -582,11 +582,11 @@ def export_schemas(
 ) -> None:
     """Write all versions of a topology's schemas to a directory, with one file per schema ID.
 
-    If `schema_registry.directory` names this directory, every command looks for schemas there before it asks the
-    registry. Commands then work even if a schema is deleted from the registry or the registry cannot be reached. The
-    command exports the schemas of the subject `source.subject` or, if that is not set, of the subject TOPIC-value for
-    each source topic. If keys contain schema IDs, it also exports the schemas of `source.key_subject` or TOPIC-key.
-    Files of earlier exports are kept.
+    If `schema_registry.directory` names this directory, every command looks for schemas there before asking the
+    registry. Commands then work even if the registry is unreachable or no longer has a schema. The command exports the
+    schemas of the subject `source.subject` or, if that is not set, of the subject TOPIC-value for each source topic. If
+    keys contain schema IDs, it also exports the schemas of `source.key_subject` or TOPIC-key. Files of earlier exports
+    are kept.
 
     Example: dedup schemas export topologies/orders.yaml schemas/
 

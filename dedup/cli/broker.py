@@ -38,7 +38,7 @@ def broker(
 ) -> None:
     """Run an embedded Kafka broker until you press Ctrl-C.
 
-    The command runs Apache Kafka 4.1.1 as a single node on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
+    The command runs a single node of Apache Kafka 4.1.1 on 127.0.0.1. The first run downloads Kafka's jars (45 MB) from
     Maven Central into the user's cache. Without --data-dir, Kafka's data is deleted when the command ends. The exit
     code is 130 after Ctrl-C, and 0 after SIGTERM.
 
@@ -85,7 +85,8 @@ def broker(
 
 
 def _hang_up(number: int, _frame: object) -> None:
-    # When a terminal is closed, its shell and the kernel may both send the signal, but cleaning up must not end early.
+    # When a terminal closes, both its shell and the kernel may send the signal, but the second must not stop the
+    # cleanup.
     signal.signal(number, signal.SIG_IGN)
     raise Terminated(128 + number)
 
@@ -106,9 +107,9 @@ def demo(
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and verify the result.
 
     The demo repeatedly cuts the producer's connection, so that the producer sends some records twice. Two workers
-    deduplicate the records; the demo kills one of them with SIGKILL and restarts it. Finally, the demo checks every
-    record as `dedup verify` does. You do not need to install Kafka or Java. The demo takes about a minute, or about 20
-    seconds with --fast.
+    deduplicate the records; the demo kills one of the workers with SIGKILL and restarts it. Finally, the demo checks
+    every record as `dedup verify` does. You do not need to install Kafka or Java. The demo takes about a minute, or
+    about 20 seconds with --fast.
 
     Example: dedup demo --fast
 

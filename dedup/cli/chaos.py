@@ -110,8 +110,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
     --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
     1, the command without --config also restarts the broker cleanly, changes the output's compression and maximum
-    record size, shortens the source's retention so that judged records are deleted, and tries to delete the consumer
-    group.
+    record size, and tries to delete the consumer group. It also shortens the source's retention, so that judged records
+    are deleted.
 
     With --config, the command uses your test environment, and injects faults only into the workers that the command
     started. The command writes generated records to the topology's source topics, which must exist and be empty. The
@@ -220,7 +220,7 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
     per_minute = rates(harder=options.harder, embedded=embedded)
     faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
     if options.topology.by_arrival:
-        # The broker sets every record's timestamp, so `write_past` cannot write records that are older than the others.
+        # The broker sets every record's timestamp, so `write_past` cannot write old records.
         faults = [fault for fault in faults if fault.kind is not FaultType.RETENTION]
     if not any(fault.kind is FaultType.RETENTION for fault in faults):
         return faults, []

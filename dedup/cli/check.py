@@ -77,7 +77,7 @@ _Now = Annotated[
 _STDIN: Final = Path("-")
 _MOST_PER_S: Final = 1e12
 LOOK_S: Final = 0.3
-"""The polling interval of `dedup check --watch` in seconds; people do not notice a delay this short."""
+"""The polling interval of `dedup check --watch` in seconds, which is too short for people to notice."""
 
 
 def check(
@@ -98,18 +98,18 @@ def check(
 ) -> None:
     """Check topology files and ingest files, print each error with its position, and warn about likely mistakes.
 
-    The exit code is 2 if a file has an error, and 0 if there are only warnings. If you pass several files, the command
-    also checks the chain that they form from source to table, and reports each stage that is not exactly-once. It is an
-    error if two topologies write to the same topic, unless they send only dead letters to that topic. With --broker,
-    the command also compares the cluster's topics with those that each topology needs. If values or keys contain
-    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with each
-    source topic's newest schema in the schema registry (subject `source.subject` or TOPIC-value; for members of keys,
-    `source.key_subject` or TOPIC-key).
+    The exit code is 2 if a file has an error, and 0 if the files have only warnings. If you pass several files, the
+    command also checks the chain that they form from source to table, and reports each stage that is not exactly-once.
+    Two topologies must not write to the same topic, unless they send only dead letters to it. With --broker, the
+    command also compares the cluster's topics with the topics that each topology needs. If values or keys contain
+    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with the
+    newest schema of each source topic in the schema registry. The subject is `source.subject` or TOPIC-value and, for
+    members of keys, `source.key_subject` or TOPIC-key.
 
-    By default, the command does not run any code that a topology names. With --allow-code, the command imports the flow
-    and the ID functions. With --samples, the command also runs this code on each line of a file, once in each of two
-    processes, and reports failures and differing results. A sample has no key and no headers. With --envelope, each
-    sample is instead a whole record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
+    By default, the command runs no code that a topology names. With --allow-code, the command imports the flow and the
+    ID functions. With --samples, the command also runs this code on each line of a file in two separate processes, and
+    reports failures and results that differ. A sample has no key and no headers. With --envelope, each sample is
+    instead a whole record, as in `dedup try --envelope`. Binary formats such as Avro need --envelope.
 
     Examples: dedup check topologies/*.yaml
 
@@ -309,7 +309,7 @@ def describe(
     svg: Annotated[bool, typer.Option("--svg", help="Print the topology as an SVG image.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a topology's agents, topics, and table, and what happens to each record.
+    """Show a topology's agents, topics, and table, and the path of each record through them.
 
     Examples: dedup describe topologies/orders.yaml
 
@@ -366,11 +366,11 @@ def try_records(
 ) -> None:
     """Judge records from a file without a broker, and print each verdict with its reason.
 
-    FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition.
-    With --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For
-    binary formats such as Avro, write "value_base64" instead of "value", and "key_base64" instead of "key". With
-    `source.format: json_schema`, the command adds the framing to each JSON value (with `source.key_format:
-    json_schema`, to each key); with `source.format: csv`, each line is a row.
+    FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition. With
+    --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For binary
+    formats such as Avro, write "value_base64" instead of "value", and "key_base64" instead of "key". With
+    `source.format: json_schema`, the command adds the framing to each JSON value; with `source.key_format:
+    json_schema`, it adds the framing to each key. With `source.format: csv`, each line is a row.
 
     If the topology takes IDs from a Python function, the command imports and calls that function. The command runs the
     topology's flow only with --allow-code, and then shows the records that the flow yields.
@@ -410,7 +410,7 @@ def _opened(file: Path, name: str) -> BinaryIO:
 
 
 def _flow_of(topology: Topology, *, allow_code: bool) -> Flow | None:
-    """Return the topology's flow, or None if there is none. If its code may not run, return None and tell the user."""
+    """Return the topology's flow, if any. If the flow's code may not run, return None and tell the user."""
     from dedup.flow_loader import load_flow
 
     if topology.then is None:

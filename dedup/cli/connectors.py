@@ -32,10 +32,10 @@ def ingest(
         bool, typer.Option("--exit-when-done", help="Stop when the whole source has been sent.")
     ] = False,
 ) -> None:
-    """Send each line of files or each row of a table to a topic exactly once, even across crashes.
+    """Send each line of a set of files, or each row of a table, to a topic exactly once, even across crashes.
 
     Each Kafka transaction contains records and the position reached in the source. If you start a second process with
-    the same ingest file, the second process takes over, and the first stops with the error TaskMigrated.
+    the same ingest file, the new process takes over, and the old one stops with the error TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -81,8 +81,8 @@ def sink(
     """Write a topic to a database table, with one row per tracking ID.
 
     Each database transaction contains rows and the offsets reached in the topic. Reading the topic a second time does
-    not change the table. If you start a second process for the same partitions of the topic, the second process takes
-    over, and the first stops with the error TaskMigrated.
+    not change the table. If you start a second process for the same partitions of the topic, the new process takes
+    over, and the old one stops with the error TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -137,7 +137,7 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(topology: str, spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Return each missing sink table's CREATE statement by table name; create the tables unless ``dry_run`` is set.
+    """Map the name of each missing sink table to its CREATE statement, and create the tables unless ``dry_run`` is set.
 
     Raises StateIncompatible if an existing table is unsuitable, or if the table is missing although the topology's sink
     has written to it, and DatabaseUnavailable if the database does not respond.

@@ -44,8 +44,8 @@ _KILLED_WORKER: Final = "worker 1"
 _WORKER_RESTART_AFTER_S: Final = 1.0
 PARTITIONS: Final = 4
 _PRODUCER: Final = {**AT_LEAST_ONCE, "batch.num.messages": 500}
-"""Batches are small, because a cut connection duplicates every batch in flight. With large batches, the producer sent
-more duplicates than flights on a slow machine, and the demo took twice as long.
+"""Batches are small, because a cut connection duplicates every batch in flight. With large batches on a slow machine,
+the producer sent more duplicates than flights, and the demo took twice as long.
 """
 _POLL_EVERY_S: Final = 0.25
 _WORKERS_STALL_AFTER_S: Final = 60.0
@@ -79,7 +79,7 @@ class Run:
     ids: set[bytes] = field(default_factory=set)
     cuts: int = 0
     before: frozenset[str] | None = None
-    """The group's members just before the worker was killed, or None while no worker has been killed."""
+    """The group's members just before the worker was killed, or None if no worker has been killed yet."""
     back: bool = False
 
     def to_the_end(self) -> int:
@@ -114,7 +114,7 @@ class Run:
             time.sleep(_POLL_EVERY_S)
 
     def _flights(self) -> Iterator[Made]:
-        """Yield the flights, and drop some of the broker's responses, so that the producer sends records again."""
+        """Yield the flights, and drop some of the broker's responses to make the producer send records again."""
         (topic,) = self.topology.source.topics
         for number, flight in enumerate(flights(self.size.flights), 1):
             self.ids.add(flight.key)

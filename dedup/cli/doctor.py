@@ -29,7 +29,7 @@ Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "leader
 LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
 _REFUSAL: Final = re.compile(r"(?P<what>.*?)[.;] Nothing was \w+[.;] (?P<remedy>.*?)\.?", re.DOTALL)
-"""Matches the message of a StateIncompatible error: what is wrong, and what to do about it."""
+"""Matches the problem and the remedy in the message of a StateIncompatible error."""
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "source_missing": "Create the source topic, or correct `source.topics`",
     "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
@@ -57,12 +57,12 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find out what prevents a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
+    """Find problems that prevent a topology from running, from DNS and TLS to ACLs, topics, and the schema registry.
 
     The command prints each problem with a remedy. The command changes nothing, and does not affect any worker. Without
     TOPOLOGY, the command checks only the cluster and, if the config file names a schema registry, that registry. The
-    exit code is 5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if there are
-    no problems or only warnings.
+    exit code is 5 for a problem with the brokers or the registry, 3 for a problem with the topics, and 0 if the command
+    finds no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -70,7 +70,7 @@ def doctor(
     """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
-    # Check the registry first, because a config file that does not name a needed registry is a mistake.
+    # Check the registry first, because a config file that lacks a needed registry is a mistake.
     registry, wrong = _registry(parsed, settings)
     found, looked_at, transactions = asyncio.run(_examined(parsed, settings))
     found += wrong
@@ -91,8 +91,8 @@ def in_words(
 ) -> Iterator[str]:
     """Yield a line for each layer, and two lines for each problem: the problem and its remedy.
 
-    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each of
-    them is None if it is not known.
+    ``transactions`` is the cluster's transaction version, and ``registry`` is the kind of schema registry. Each
+    argument is None if the value is unknown.
     """
     more: dict[Layer, str] = {}
     if transactions is not None:
@@ -112,7 +112,7 @@ def in_words(
 
 
 def _registry(topology: Topology | None, settings: Settings) -> tuple[str | None, list[Symptom]]:
-    """Return the kind of schema registry, or a symptom if the registry does not work.
+    """Return the kind of schema registry, or None and a symptom if the registry does not work.
 
     Return ``(None, [])`` if no registry is configured and none is needed.
 
@@ -149,7 +149,7 @@ async def _examined(
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
     looked_at: set[Layer] = {"DNS", "TCP", "TLS", "authentication"}
     async with Rights(good) as rights:
-        # Clients use the advertised addresses for every request except the first.
+        # Clients send every request except the first to the advertised addresses.
         elsewhere = await diagnose(replace(good, brokers=rights.advertised()))
         if elsewhere:
             before = "the broker answers, but advertises another address: "
@@ -174,7 +174,7 @@ async def _examined(
 async def _of_topics(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin
 ) -> tuple[list[Symptom], set[Layer]]:
-    """Return the problems of the topics, of their leaders, and of the state, and the layers that were checked."""
+    """Return the problems with the topics, their leaders, and the state, and the layers that were checked."""
     from dedup.worker.topics import compare, known_names
 
     have = await admin.topics(known_names(topology))
@@ -206,7 +206,7 @@ def _offline(have: Mapping[str, Topic]) -> list[Symptom]:
 async def _refusal(
     topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin, have: Mapping[str, Topic]
 ) -> Symptom | None:
-    """Return the reason why every worker refuses to start because of its state in the cluster, or None."""
+    """Return the reason why the state in the cluster makes every worker refuse to start, or None."""
     try:
         await _refuse_start(topology, settings, wire, admin, have)
     except StateIncompatible as error:
@@ -275,7 +275,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
                 allowed = frozenset() if code == REFUSED_ID else None
             case never:
                 assert_never(never)
-        # For a topic that does not exist, no permissions are known; the next layer reports the missing topic.
+        # The permissions for a missing topic are unknown; the next layer reports the missing topic.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
             what = f"{each.resource.value} {each.name}"

@@ -49,7 +49,7 @@ A_TIME: Final = "2024-01-01T00:00:00Z"
 _LAST_MS: Final = 253_402_300_799_999
 """The last millisecond of the year 9999."""
 WIDTH: Final = 80
-"""The number of columns of the narrowest terminal that dedup's output is made for."""
+"""The width, in columns, of the narrowest terminal for which dedup's output is designed."""
 _GAP: Final = 2
 _LONGEST_NAME: Final = 28
 _CUT: Final = "…"
@@ -68,7 +68,7 @@ def read_topology(path: Path) -> Topology:
 
 
 def read_stage(path: Path) -> Ingest | Topology:
-    """Parse a topology file or an ingest file. Raises TopologyError, which lists every problem, if it is invalid."""
+    """Parse a topology or ingest file. Raises TopologyError, which lists every problem, if the file is invalid."""
     from dedup.topology.ingest_file import is_ingest, parse_ingest
     from dedup.yaml_document import text_of
 
@@ -102,7 +102,7 @@ def read_both(topology: Path, config: Path | None, overrides: list[str] | None) 
 
 
 def with_schemas(topology: Topology, settings: Settings) -> Topology:
-    """Return the topology. If it needs schemas, the returned topology requests them from the configured registry.
+    """Return the topology. If the topology needs schemas, it requests them from the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none.
     """
@@ -145,7 +145,7 @@ def refuse_no_page(page: Path | None) -> None:
 
 
 def where_named(page: Path | None) -> str:
-    """Return a sentence that says where to find the records that violate the guarantee."""
+    """Return a sentence about where to find the records that violate the guarantee."""
     return "Run it again with --report to get up to 100 of each kind." if page is None else f"{page} names the records."
 
 
@@ -186,13 +186,13 @@ def publish(found: Report, page: Path | None, command: str, *, as_json: bool) ->
 
 
 def say_report(page: Path, console: Console) -> None:
-    """Print where the reports are. A path is printed as it is, even if it contains brackets or is long."""
+    """Print the paths of the reports unchanged, even if they contain brackets or are long."""
     text = f"report: {page} and {page.with_suffix('.json').name}"
     console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def packed(head: str, parts: Iterable[str], width: int = WIDTH) -> str:
-    """Return ``head`` and ``parts`` on lines of at most ``width`` characters, which break only between two parts.
+    """Return ``head`` and ``parts`` as lines of at most ``width`` characters. Lines break only between parts.
 
     Lines after the first are indented. A part that is longer than a line has its own line.
     """
@@ -314,7 +314,7 @@ class Column:
 
 
 def fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table of the leading columns that fit in a terminal ``width`` characters wide.
+    """Return a table with as many of the first columns as fit in a terminal that is ``width`` characters wide.
 
     The table omits all other columns, and truncates no cell. The first column, which names the row, is always shown.
     """
@@ -334,7 +334,7 @@ def fitted(columns: Sequence[Column], width: int) -> Table:
 
 
 def shortened(name: str, others: Collection[str]) -> str:
-    """Return ``name``; if it is long, shorten it in the middle unless another name would then look the same."""
+    """Return ``name``. A long name is shortened in the middle, unless another name would then look the same."""
     if _cut(name) == name or any(_cut(other) == _cut(name) for other in others if other != name):
         return name
     return _cut(name)

@@ -63,9 +63,9 @@ COMMANDS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
         "spark sink": ("spark.sink_command", "Append the output topic to a Delta or Iceberg table."),
     },
 }
-"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli` and its purpose
-(at most 64 characters, to fit on a terminal line). The docstring of a command's function is the command's help text.
-Each function imports most modules only when it runs, which keeps `--help` fast.
+"""Maps each panel of `dedup --help` to its commands, and each command to a function in `dedup.cli` and to the command's
+purpose (at most 64 characters, to fit on a terminal line). The docstring of a command's function is the command's help
+text. Each function imports most modules only when it runs, which keeps `--help` fast.
 """
 
 _EXIT_CODES: Final = (
@@ -102,9 +102,9 @@ class _Group(TyperGroup):
 
 
 def _refuse_empty(ctx: Any, parameters: list[Any], written: Mapping[str, Any]) -> None:  # noqa: ANN401  # as above
-    """Raise BadParameter if an option or an argument is empty, as an unset shell variable leaves it.
+    """Raise BadParameter if an option or an argument is empty, for example because a shell variable is not set.
 
-    Otherwise, an empty path would stand for the working directory, and many an empty option for its default.
+    Otherwise, an empty path would mean the working directory, and many empty options would mean their defaults.
     """
     for parameter in parameters:
         if parameter.metavar == _ID:
@@ -119,7 +119,7 @@ def _for_readers(parameters: list[Any]) -> list[Any]:
     """Make `--help` show no types, such as ``<bool>`` or ``<int range> [x>=1]``.
 
     Users do not need the types: a flag takes no value, every other option has a metavar, an argument has a name, and
-    help texts state the limits of numbers. Values are converted and checked as before.
+    help texts state the limits of numbers. Values are still converted and checked.
     """
     for parameter in parameters:
         if isinstance(parameter, TyperArgument):
@@ -178,7 +178,7 @@ def main() -> None:
     _open_closed_streams()
     _escape_unknown_characters()
     quiet_logging()
-    # NumPy's library for linear algebra, which dedup does not use, would start a thread per core and let it spin.
+    # NumPy's linear algebra library, which dedup does not use, would start a spinning thread on each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported objects stay in memory, so repeated garbage collections would waste a sixth of a worker's startup time.
     gc.set_threshold(_GC_THRESHOLD)
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def _of_output(error: OSError) -> bool:
-    """Return whether a library that writes only to standard output raised the error. No write names its file."""
+    """Return whether the error comes from a library that writes only to standard output. Such errors name no file."""
     last = [frame for frame, _ in walk_tb(error.__traceback__)][-1]
     return str(last.f_globals.get("__name__")).partition(".")[0] in _WRITERS
 

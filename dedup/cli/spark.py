@@ -112,7 +112,7 @@ def open_session(
 def _read(path: Path, config: Path | None, overrides: list[str] | None) -> Topology:
     """Return a topology.
 
-    If the source's values contain schema IDs, the topology looks up the schemas in the configured registry.
+    If the source's values contain schema IDs, the topology gets the schemas from the configured registry.
 
     Raises SettingsError if the topology needs a registry and the settings name none, or if the topology has a flow.
     """
@@ -248,7 +248,7 @@ def run(
     set_up_logging(settings)
     # py4j logs every call from Spark to Python, and the errors of these calls, which `Running.wait` raises.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    # In local mode, Spark retries a failed task only if the master URL says so. Without a retry, a failed task ends the
+    # In local mode, Spark retries a failed task only if the master URL says so; otherwise, a failed task ends the
     # stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
@@ -274,7 +274,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(*stops: Callable[[], None], second: Callable[[], None] | None = None) -> Iterator[None]:
-    """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second one on.
+    """Inside the ``with`` block, call ``stops`` at each SIGTERM or SIGINT, and ``second`` from the second signal on.
 
     Each call runs in its own thread, because the interrupted code may hold the lock of an event that the call sets.
     """
@@ -438,7 +438,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Judge historical records, and write their sightings to the changelog, so that a new fleet continues from there.
+    """Judge historical records, and write their sightings to the changelog, so that a new fleet starts with this state.
 
     The fleet must not be running, its group must have no offsets, and its changelog must be new. If the command is
     killed, run it again to complete the seed.
@@ -545,7 +545,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table, with one row per ID. You can safely repeat the command.
+    """Write the newest record of each tracking ID to a table, with one row per ID. Repeating the command is safe.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 

@@ -20,7 +20,7 @@ RowsAreEvents = Annotated[
     ),
 ]
 EveryOption = Annotated[
-    str, typer.Option(metavar="DURATION", help="How long to wait if there are no new records to append to the table.")
+    str, typer.Option(metavar="DURATION", help="How long to wait if no new records can be appended to the table.")
 ]
 DeltaOption = Annotated[
     str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 WATCH_S: Final = 2.0
 _PIPED_COLUMNS: Final = 1_000
 RATE_S: Final = 1.0
-"""The time, in seconds, between the two observations from which `dedup status` without --watch computes rates."""
+"""The interval, in seconds, between the two observations from which `dedup status` without --watch computes rates."""
 PATIENCE_S: Final = 5.0
 """The timeout of a request to a worker, in seconds."""
 LEADER_REMEDY: Final = (
@@ -62,7 +62,7 @@ _FROM_WORKER: Final = (
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
-        """Return None, so that the redirect becomes an error."""
+        """Return None to turn the redirect into an error."""
 
 
 _OTHER_SERVER: Final = "is it a worker of this release? Write https:// if the port expects TLS."
@@ -70,9 +70,9 @@ _PAGE_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "status": frozenset({"topology", "worker", "tasks"}),
     "ids": frozenset({"topology", "sightings", "asked", "partitions", "belongs_to"}),
 }
-"""The keys that every worker's page of the API has, by the page's name."""
+"""Maps the name of each API page to the keys that every worker's version of the page has."""
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-"""Opens URLs without following redirects or using proxies, so that only the named address gets the token."""
+"""Opens URLs without following redirects or using proxies, so that only the requested address gets the token."""
 
 
 class NotReached(DedupError):
@@ -80,11 +80,11 @@ class NotReached(DedupError):
 
 
 class OtherAnswer(NotReached):
-    """Raised if a server responds at the given URL, but refuses `web.token` or is not a worker of this release."""
+    """Raised if the server at the given URL rejects `web.token` or is not a worker of this release."""
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
-    """Return what the brokers know about a topology's consumer group, topics, and tasks.
+    """Return the brokers' data about a topology's consumer group, topics, and tasks.
 
     For a partition without a leader, only the committed offset is known, because no broker serves the partition.
     """
@@ -136,7 +136,7 @@ async def _changelog_bounds(wire: KafkaWire, changelog: Topic | None, partition:
 
 
 async def _reset_interrupted(topology: Topology, wire: KafkaWire) -> bool:
-    # Workers check the same partition, because a reset completes it last.
+    # Workers check the same partition, because a reset finishes with it.
     found = await committed_position(wire, topology.name, TopicPartition(topology.source.topics[0], 0), stable=False)
     return found is not None and found.note == RESETTING
 
@@ -263,18 +263,18 @@ def _refusal_of(error: urllib.error.HTTPError, url: str) -> DedupError:
 
 
 class Fleet(NamedTuple):
-    """What the workers of a topology say about themselves."""
+    """The reports of a topology's workers about themselves."""
 
     pages: list[dict[str, Any]]
     """The status of each worker that responded."""
     refusals: list[str]
-    """A sentence for each URL at which a server responded, but not with a worker's status."""
+    """A sentence for each URL whose server responded with something other than a worker's status."""
 
 
 def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> Fleet:
-    """Ask all workers of a topology at ``urls``, and at URLs that these workers report, for their status.
+    """Request the status of all workers of a topology at ``urls`` and at the URLs that these workers report.
 
-    URLs at which no server responds are left out. Raises SettingsError for a bad URL.
+    The result omits URLs at which no server responds. Raises SettingsError for a bad URL.
     """
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
     refusals: list[str] = []
@@ -352,7 +352,7 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The reports of the brokers and the workers at one moment."""
+    """The reports of the brokers and the workers at one point in time."""
 
     surveyed: dict[str, Any]
     pages: Sequence[dict[str, Any]]
@@ -362,7 +362,7 @@ class Look:
 
 
 def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
-    """Combine what the brokers and the workers report into the JSON of `dedup status`.
+    """Combine the reports of the brokers and the workers into the JSON of `dedup status`.
 
     If ``before`` is given, the result includes the rates since that earlier `Look`.
     """
@@ -399,7 +399,7 @@ def looked(now: Look, before: Look | None = None) -> dict[str, Any]:
 def _per_s(now: Look, before: Look | None, name: str) -> float | None:
     """Return the growth per second of the offset ``name``, summed over all tasks.
 
-    Offsets that fell because a topic was recreated count as 0.
+    An offset that decreased because a topic was recreated counts as 0.
     """
     if before is None or now.at_ms <= before.at_ms:
         return None
@@ -412,7 +412,7 @@ def _per_s(now: Look, before: Look | None, name: str) -> float | None:
 
 
 def _blocking(seen: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each problem that keeps every worker from starting, with a remedy."""
+    """Yield a sentence, with a remedy, for each problem that prevents every worker from starting."""
     if seen.get("leaderless"):
         yield f"{without_leader(seen['leaderless'])}: {LEADER_REMEDY}"
     if seen.get("missing_sources"):
@@ -430,12 +430,12 @@ def _blocking(seen: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(seen: dict[str, Any], stuck_s: float) -> Iterator[str]:
-    """Yield a sentence for each problem of the fleet, with a remedy. Records may wait for ``stuck_s`` seconds."""
+    """Yield a sentence, with a remedy, for each problem of the fleet. Records may wait for ``stuck_s`` seconds."""
     blocking = [*_blocking(seen)]
     yield from blocking
     others = {*seen.get("missing_sources", ()), *seen.get("deleted_topics", ())}
     missing = [name for name in seen["missing_topics"] if name not in others]
-    # A reset creates the missing topics when it is run again.
+    # If the reset is run again, it creates the missing topics.
     if missing and not seen.get("reset_interrupted"):
         yield f"missing topics: {', '.join(missing)}; {'then ' if blocking else ''}`dedup apply` creates them"
     lost = [task for task in seen["tasks"] if task["owner"] is None]
@@ -473,7 +473,7 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 
 
 class Show(Protocol):
-    """Shows a status, or an error that kept a later status from being determined."""
+    """Shows a status, or the error that prevented a later status from being determined."""
 
     def __call__(self, seen: dict[str, Any], failure: str | None = None) -> None:
         """Show the status ``seen`` or, if ``failure`` is given, this error; ``seen`` is then the last status."""
@@ -485,8 +485,8 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Show]:
 
     The function prints an error to stderr; on a terminal, it shows the error below the last status.
     """
-    # A pipe has no width, so nothing is left out or wrapped.
-    # Without `markup=False`, Rich would take the address [fe80::1] for a style and leave it out.
+    # A pipe has no width, so nothing is omitted or wrapped. Without `markup=False`, Rich would omit the address
+    # [fe80::1], which looks like a style.
     width = None if sys.stdout.isatty() else _PIPED_COLUMNS
     console = Console(highlight=False, markup=False, emoji=False, width=width)
 
@@ -501,7 +501,7 @@ def showing(*, watch: bool, as_json: bool) -> Iterator[Show]:
     if as_json or not watch or not console.is_terminal:
         yield show
         return
-    # With `screen`, Rich uses the terminal's alternate screen, so the previous contents come back at the end.
+    # With `screen`, Rich uses the alternate screen, and the terminal's previous contents reappear at the end.
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
         def refresh(seen: dict[str, Any], failure: str | None = None) -> None:
@@ -538,7 +538,7 @@ async def follow(look: Callable[[], Awaitable[Look]], show: Show, *, watch: bool
 
 
 def table(seen: dict[str, Any], width: int) -> RenderableType:
-    """Return the status for a terminal of ``width`` columns. Each row names its partition, whatever the width."""
+    """Return the status for a terminal of ``width`` columns. Each row names its partition at any width."""
     kinds = {task["task"] for task in seen["tasks"]}
     columns = [
         Column("partition", [_place(task, seen["tasks"]) for task in seen["tasks"]], is_text=True),

@@ -61,7 +61,7 @@ class Judgment:
     topic: str | None
     """The topic that the record is sent to, or None if it is not sent."""
     time: str | None
-    """The event time that was used for the verdict, or None if the record has no event time."""
+    """The event time on which the verdict is based, or None if the record has no event time."""
     yielded: tuple[YieldedRecord, ...] | None = None
     """The records that the flow yields, or None if the flow was not run for this record."""
 
@@ -128,7 +128,7 @@ class _Envelope(msgspec.Struct):
         return key, value, (*headers, *added)
 
     def _key(self, source: SourceSpec) -> bytes | None:
-        """Return the record's key. Text gets the framing of the topology's keys, unless a header contains it."""
+        """Return the record's key. Text gets the framing of the topology's keys unless a header contains one."""
         if self.key_base64 is not None:
             if self.key is not None:
                 raise ValueError("it has both key and key_base64")
@@ -143,7 +143,7 @@ class _Envelope(msgspec.Struct):
 
 
 def _envelope(text: bytes) -> _Envelope:
-    """Return the record in a line. Raises ValueError for a line that is not an envelope, such as a bare value."""
+    """Return the record in a line. Raises ValueError if the line is not an envelope (for example, a bare value)."""
     whole = msgspec.json.decode(text, type=_Envelope)
     members = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
     if members and members.isdisjoint(_Envelope.__struct_fields__):
@@ -156,9 +156,8 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int,
 
     If the source has the format csv or bytes, a line that contains only white space is a record, and is not skipped.
 
-    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
-    timestamp. Values need not be JSON. The function adds the framing of ``source`` to each value that is not in
-    base64.
+    Line n gets the timestamp ``start_ms`` plus n-1 seconds, unless ``envelope`` is set and the line contains a
+    timestamp. Values need not be JSON. The function adds the framing of ``source`` to each value that is not in base64.
 
     Raises AuthorMistake if ``envelope`` is set and a line is not an envelope. Also raises AuthorMistake if ``envelope``
     is not set and the source has a binary format, which a line of text cannot hold.
@@ -190,7 +189,7 @@ class RecordJudge:
     """Judges the records of one partition in the given order, and keeps the partition's state in memory."""
 
     def __init__(self, topology: Topology, *, now_ms: int, flow: Flow | None = None) -> None:
-        """If ``flow`` is given, it runs on each record that the topology forwards."""
+        """Create a judge that runs ``flow``, if given, on each record that the topology forwards."""
         self._topology: Final = topology
         self._flow: Final = flow
         self._now_ms: Final = now_ms
@@ -217,7 +216,7 @@ class RecordJudge:
         return replace(self._judgment(entry.line, outcome), yielded=made)
 
     def _yielded(self, entry: Entry, outcome: Outcome) -> tuple[YieldedRecord, ...] | Fault | None:
-        """Run the flow on a forwarded record, and return what it yields, or None if there is nothing to run."""
+        """Run the flow on a forwarded record, and return the records that it yields, or None if no flow has to run."""
         topology = self._topology
         late = "late" if outcome.late and isinstance(topology.late, LateForward) else None
         verdict = outcome.exempt.get(0) or late or ("unique" if outcome.unique else None)
@@ -259,7 +258,7 @@ class RecordJudge:
     def _judgment(self, line: int, outcome: Outcome) -> Judgment:
         time_ms = outcome.judged_times_ms[0]
         time = instant(time_ms)
-        # Only a flow knows where it sends a record; `Judgment.yielded` says where if the flow is run.
+        # Only the flow determines the topics; if the flow is run, `Judgment.yielded` contains them.
         output = self._topology.output.topic if self._topology.output and self._topology.then is None else None
         if outcome.dead:
             _row, dead = outcome.dead[0]

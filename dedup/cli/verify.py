@@ -38,12 +38,11 @@ def explain(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the records with a given tracking ID, the reason for each verdict, and the topics that contain them.
+    """Show the records with a given tracking ID, the reason for each verdict, and the topics that contain the records.
 
-    No worker needs to run, because the command reads only from Kafka. The command reads all topics from the beginning,
-    but keeps only the records with the given ID in memory. Write a composite ID as a JSON array of its parts. The exit
-    code is 4 if the topics that workers write to contradict the verdicts, and 0 otherwise, even if no record has the
-    ID.
+    The command reads only from Kafka, so no worker needs to run. It reads all topics from the beginning, but keeps only
+    the records with the given ID in memory. Write a composite ID as a JSON array of its parts. The exit code is 4 if
+    the topics that workers write to contradict the verdicts; otherwise, it is 0, even if no record has the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -153,11 +152,11 @@ def verify_topology(
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    With a Kafka client that workers do not use, the command reads the source topics, the topics that workers write to,
-    and the group's offsets. The command then judges the source records again with a simple model, and compares the
-    keys, values, headers, timestamps, and order of the written records with those of the expected records. The exit
-    code is 4 if a record violates the guarantee. Memory use does not grow with the size of the topics. For each record,
-    the --scratch directory temporarily holds about 200 bytes plus the record's key.
+    The command uses a Kafka client that workers do not use to read the source topics, the topics that workers write to,
+    and the group's offsets. The command then judges the source records again with a simple model, and checks that the
+    written records have the expected keys, values, headers, timestamps, and order. The exit code is 4 if a record
+    violates the guarantee. Memory use does not grow with the size of the topics. The --scratch directory temporarily
+    holds about 200 bytes for each record, plus the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

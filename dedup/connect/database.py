@@ -2,7 +2,8 @@
 
 Each database transaction commits rows together with Kafka offsets. The table `dedup_offsets` stores the offsets, with
 one row per partition. A process that takes over a partition increments the epoch in the partition's row. A transaction
-fails with TaskMigrated if the row contains a newer epoch than the process's own, so an earlier owner cannot commit.
+fails with TaskMigrated if the epoch in the row is newer than the process's own epoch, so an earlier owner cannot
+commit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OFFSETS_STATEMENT: Final = (
     f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
     f"PRIMARY KEY (reader, topic, part))"
 )
-# In the statements of `FencedOffsets`, {0} stands for the database's placeholder for a parameter.
+# In the statements of `FencedOffsets`, {0} is the database's parameter placeholder.
 _ROW: Final = "reader = {0} AND topic = {0} AND part = {0}"
 _INSERT: Final = (
     f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
@@ -32,7 +33,7 @@ _INSERT: Final = (
 _FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING epoch, position, topic_id"  # noqa: S608
 _ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
 _READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}{{1}}"  # noqa: S608
-"""{1} stands for a clause that makes the query wait for transactions of lost connections, which may still commit."""
+"""{1} is a clause that makes the query wait for transactions of lost connections, which may still commit."""
 STAGED: Final = "dedup_staged"
 _CREDENTIALS: Final = re.compile(r"(?<=://).*@|(?<=[?&])(?:user|password|sslpassword)=[^&]*&?", re.IGNORECASE)
 
@@ -44,7 +45,7 @@ class DatabaseAway(Exception):
 
 
 class LockHeld(DatabaseAway):
-    """The database responds, but another session has held a lock for so long that the statement was canceled."""
+    """The database responds, but canceled the statement because another session held a lock for too long."""
 
 
 class RowsRefused(Exception):
@@ -134,7 +135,7 @@ class DatabaseConnection(ABC):
             return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
 
     def origin(self, sql: str, column: str) -> tuple[int, int]:  # noqa: ARG002  # only PostgreSQL knows
-        """Return a query column's origin as its table's OID and its number in that table, or (0, 0) if unknown."""
+        """Return the table (by OID) and the column number that a query's column comes from, or (0, 0) if unknown."""
         return 0, 0
 
     @abstractmethod
@@ -168,7 +169,7 @@ class DatabaseConnection(ABC):
 
 @contextmanager
 def transaction(connection: DatabaseConnection) -> Iterator[None]:
-    """Run the ``with`` block in a transaction, and commit it at the end, or roll it back after an exception."""
+    """Run the ``with`` block in a transaction, which is committed at the end, or rolled back after an exception."""
     connection.begin()
     try:
         yield
@@ -187,13 +188,13 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it does not exist. Needs permission to create tables only if the table is missing."""
+    """Create the table if it does not exist. The permission to create tables is needed only if the table is missing."""
     if connection.has(table):
         return
     try:
         connection.execute(statement)
     except RowsRefused:
-        # PostgreSQL raises a unique violation when two processes create the same table at the same moment.
+        # PostgreSQL raises a unique violation when two processes create the same table simultaneously.
         if not connection.has(table):
             raise
 
@@ -233,7 +234,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a commit that got no response took effect. Raises TaskMigrated if this process is fenced."""
+        """Return whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
         for partition, end in ends.items():
             read = _READ.format(connection.mark, connection.for_update)
             rows = connection.query(read, (self.reader, self.topic, partition))

@@ -2,7 +2,7 @@
 
 The sink sends dead letters before it commits the database transaction, which holds the partition's lock. If the sink
 crashes between the commit to Kafka and the commit to the database, it reads the same records again. At startup, the
-sink therefore reads the dead-letter topic to find out which records already have a dead letter.
+sink therefore reads the dead-letter topic to find the records that already have a dead letter.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Partition:
 class DeadLetterProducer:
     """Sends one sink's dead letters to ``topic``. The sink reads ``source_topic``.
 
-    Once ``stopped`` returns True, no method waits any longer for an unresponsive broker.
+    Once ``stopped`` returns True, the methods stop waiting for unresponsive brokers.
     """
 
     def __init__(

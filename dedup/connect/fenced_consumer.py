@@ -64,7 +64,7 @@ class TopicReader:
 
 
 def _after_loss(reader: str, topic: str) -> str:
-    # A restart compares no leader epochs, so after a truncation it would pass over the records before its position.
+    # A restart compares no leader epochs, so after a truncation it would skip the records before its position.
     return (
         f"to go on at the oldest record that is left, first delete the row of reader {reader!r}, topic {topic!r}, and "
         f"this partition (column `part`) from the table {OFFSETS}, and then start again. Records that were read before "
@@ -76,7 +76,7 @@ class FencedConsumer:
     """Consumes partitions of a topic, and stores their offsets in a database.
 
     The consumer calls ``prepare`` with each new database connection and the reader's offsets. Once ``stopped`` returns
-    True, no method waits any longer for an unresponsive database or broker.
+    True, the methods stop waiting for an unresponsive database or broker.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class FencedConsumer:
                 if self._stopped():
                     return None
         unanswered: list[T] = []
-        """The results of the attempts so far. Their commits may have got no response."""
+        """The results of the attempts so far, whose commits may have received no response."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and self.offsets.happened(connection, ends):

@@ -1,9 +1,9 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
 A file is identified by its inode and a digest of its first bytes, so a renamed file is not read again. If the file
-system gives each use of an inode number a version, the version also identifies the file. An open file is read to its
+system has a version for each use of an inode number, this version also identifies the file. An open file is read to its
 end even if it has been deleted. If a file with an unchanged name becomes shorter or begins with different bytes, unread
-lines may be lost, so `dedup ingest` stops unless the ingest file sets `changed: start_over`.
+lines may be lost. `dedup ingest` then stops, unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from dedup.topology.schema import CsvType, FilesSource
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
 _GET_VERSION: Final = 0x80087601
-"""Linux's `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
+"""The number of Linux's request `FS_IOC_GETVERSION`, which ext4, XFS, Btrfs, and F2FS support."""
 _SCAN_AGAIN_S: Final = 5.0
-"""The maximum time for which files that always have more lines may delay the search for new files."""
+"""The maximum time for which busy files, which always have more lines, may delay the search for new files."""
 _ROTATION: Final = re.compile(r"[.-][0-9][-0-9._T:]*")
-"""Matches what a rotation appends to a name, such as .1 or -20261201. A compressed file is usually a copy."""
+"""Matches the suffix that a log rotation appends to a name, such as .1 or -20261201. A compressed file is usually a
+copy.
+"""
 _INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 _Lines = tuple[list[bytes], list[int], list[DeadRecord]]
@@ -79,17 +81,17 @@ class _FilePosition(msgspec.Struct, frozen=True):
         return self.position <= committed.position and self.deleted <= committed.deleted
 
     def changed(self, descriptor: int) -> bool:
-        """Return whether the file's size or first bytes show that it was truncated or replaced since it was read."""
+        """Return whether the file's size or first bytes show that the file was truncated or replaced after reading."""
         if os.fstat(descriptor).st_size < self.position:
             return True
         return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
 
     def is_of_another(self, descriptor: int) -> bool:
-        """Return whether the open file is certainly another file, to which the file system gave the same inode."""
+        """Return whether the open file is certainly a different file that got the same inode."""
         return bool(self.inode_version) and _inode_version(descriptor) not in {0, self.inode_version}
 
     def untouched(self, status: os.stat_result) -> bool:
-        """Return whether a file's size and modification time are the same as when the file was read to its end."""
+        """Return whether a file's size and modification time have not changed since the file was read to its end."""
         return (status.st_size, status.st_mtime_ns) == (self.position, self.modified_ns)
 
 
@@ -102,7 +104,7 @@ class _OpenFile:
         self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
         self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
         self.gone = gone
-        """True if the file was deleted or its name no longer matches the pattern; such a file is closed at its end."""
+        """True if the file was deleted or its name no longer matches the pattern. Such a file is closed at its end."""
         self.warned = False
 
 
@@ -117,16 +119,16 @@ class Files:
         """Maps each inode to the position in the latest file with that inode."""
         self._open: dict[int, _OpenFile] = {}
         self._ended: dict[str, tuple[_OpenFile, _FilePosition]] = {}
-        """Maps the part of a deleted or renamed file to the file, which stays open until its end is committed."""
+        """Maps the part of a deleted or renamed file to the file, which stays open until the end is committed."""
         self._committed: dict[str, _FilePosition] = {}
         self._turn: list[int] = []
         self._scanned_s = -math.inf
         self._renamed: list[_FilePosition] = []
         """Uncommitted positions of files that were renamed after they had been read to their ends."""
         self._listed: Mapping[int, Sequence[Path]] = {}
-        """Maps the inode of each file in the directory to the file's path and to the links to the file."""
+        """Maps the inode of each file in the directory to the file's path and links."""
         self._passed_over: dict[int, str | None] = {}
-        """Maps the inode of each file that `_warn_if_unread` has seen to the file's name, or to None if it warned."""
+        """Maps the inode of each file checked by `_warn_if_unread` to the file's name, or to None if it warned."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from the committed positions. Open files stay open, because deleted files cannot be opened again.
@@ -178,7 +180,7 @@ class Files:
             opened = self._open[inode]
             try:
                 found = self._read(opened)
-            except OSError as error:  # A file server may be away, for example.
+            except OSError as error:  # A file server may be unavailable, for example.
                 raise _unreadable(opened.known.path, error) from error
             if found is not None:
                 if inode in self._open:
@@ -187,7 +189,7 @@ class Files:
         return None
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Close each file that was read to its end, and whose end is now committed."""
+        """Close each file that was read to its end if the end is now committed."""
         for part, value in positions.items():
             self._committed[part] = msgspec.json.decode(value, type=_FilePosition)
             opened, end = self._ended.get(part, (None, None))
@@ -249,7 +251,7 @@ class Files:
             self._open[inode].gone = True
 
     def _warn_if_unread(self, path: Path, status: os.stat_result) -> None:
-        """Log a warning, once for each file, if a file that does not match has the name of a rotated file."""
+        """Log a warning, once per file, if a file that does not match the pattern is named like a rotated file."""
         name = path.name
         if not status.st_size or self._passed_over.get(status.st_ino, "") in {name, None}:
             return
@@ -270,7 +272,7 @@ class Files:
     def _rename(self, known: _FilePosition, path: Path, status: os.stat_result) -> None:
         """Remember the new name of a file that was read to its end.
 
-        If a new file is later given the old name, it is then recognized as new even if it reuses the inode number.
+        A new file that later gets the old name is then recognized as new, even if the file reuses the inode number.
         """
         name = _text(path)
         if known.path != name and status.st_nlink == 1 and not path.is_symlink() and known.untouched(status):
@@ -305,11 +307,11 @@ class Files:
         except OSError as error:
             raise _unreadable(path, error) from error
         if os.fstat(descriptor).st_ino != inode:
-            os.close(descriptor)  # Another file has this name now; the next scan finds both files.
+            os.close(descriptor)  # Another file now has this name; the next scan finds both files.
             return
         known = self._known.get(inode)
         if known and not self._matches(path) and (known.changed(descriptor) or known.is_of_another(descriptor)):
-            self._warn_if_unread(path, os.fstat(descriptor))  # It reuses the inode of another file.
+            self._warn_if_unread(path, os.fstat(descriptor))  # The file reuses the inode of another file.
             os.close(descriptor)
             return
         try:
@@ -486,7 +488,7 @@ def _by_inode(listed: Mapping[Path, os.stat_result]) -> Mapping[int, Sequence[Pa
 
 
 def _text(path: Path) -> str:
-    """Return a path with its bytes that are not UTF-8 as escape sequences, because positions are stored as UTF-8."""
+    """Return a path in which non-UTF-8 bytes are escape sequences, because positions are stored as UTF-8."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
@@ -495,7 +497,7 @@ def _mistake(path: Path | str, text: str) -> AuthorMistake:
 
 
 def _refuse_unfit(path: Path, status: os.stat_result, devices: Mapping[int, int]) -> None:
-    """Raise AuthorMistake if a file cannot be read; ``devices`` maps the inodes of other files to their devices."""
+    """Raise AuthorMistake if a file cannot be read. ``devices`` maps the inodes of other files to their devices."""
     try:
         path.name.encode()
     except UnicodeEncodeError:
@@ -534,7 +536,7 @@ def _inode_version(descriptor: int) -> int:
 
 
 class _LineReader:
-    """Reads the lines of one open file. A line too long for a record becomes a dead letter with the line's digest."""
+    """Reads the lines of one open file. A line that is too long for a record becomes a dead letter with a digest."""
 
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
@@ -544,17 +546,18 @@ class _LineReader:
         self.rest_bytes = 0
         """How many bytes of the line at ``position`` have already been read."""
         self._rest = b""
-        """The bytes of this line that have been read, or nothing if the line is too long to keep."""
+        """The bytes of this line that have been read, or no bytes if the line is too long to keep."""
         self._digest: Any = None
         """The digest of the bytes of this line that have been read, if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines, or None if there is no new complete line.
+        """Return the next lines, or None if the file has no new complete line.
 
         With ``take_last_line``, the last line of the file counts as complete even without a line feed.
         """
         if self._digest is None or os.fstat(self._descriptor).st_size < self.position + self.rest_bytes:
-            # Read the line again: a writer that was killed in the middle of it may have truncated and rewritten it.
+            # Read the line again, because a writer that was killed while writing it may have truncated and rewritten
+            # it.
             self._rest, self.rest_bytes, self._digest = b"", 0, None
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")

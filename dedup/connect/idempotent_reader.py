@@ -59,7 +59,7 @@ class Work:
 
 Handle = Callable[[Work, list[Event]], None]
 _NOT_RUN: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-"""Tests for functions whose body does not run when they are called."""
+"""Tests for functions whose body does not run when the function is called."""
 
 
 class IdempotentReader:
@@ -80,7 +80,7 @@ class IdempotentReader:
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
-        """Connect, and fence other processes with the same reader name: their next transaction raises TaskMigrated.
+        """Connect, and fence other processes with the same reader name, whose next transactions raise TaskMigrated.
 
         Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
         BrokerUnavailable if the database or the brokers do not respond in time.
@@ -105,16 +105,16 @@ class IdempotentReader:
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
         """Pass every event to ``handle`` once, and return the number of events.
 
-        With ``until_end``, the method returns once it reaches the end offsets that the topic had when the reader was
-        opened. ``handle`` runs in a thread, inside the transaction that marks the events as seen. If ``handle`` raises
-        an exception, the transaction is rolled back, and `run` raises the exception. If a transaction is not committed,
-        the reader passes its events to ``handle`` again, so ``handle`` must have no side effects outside the database.
+        With ``until_end``, the method returns once it has reached the end offsets that the topic had when the reader
+        was opened. ``handle`` runs in a thread, inside the transaction that marks the events as seen. If ``handle``
+        raises an exception, the transaction is rolled back, and `run` raises the exception. If a transaction is not
+        committed, the reader passes its events to ``handle`` again, so ``handle`` must have no side effects outside the
+        database.
 
-        Raises TypeError if ``handle`` is an async function or a generator, because nothing would run its body; the
-        events stay unseen. Raises InvariantBroken if an exception or a cancellation interrupted an earlier call; in
-        this case, open a new reader. Raises StateIncompatible if the topic was deleted or recreated, or has new
-        partitions that the reader does not read. Raises TaskMigrated if another process has opened a reader with the
-        same name.
+        Raises TypeError if ``handle`` is an async function or a generator, because its body would not run; the events
+        then stay unseen. Raises InvariantBroken if an exception or a cancellation interrupted an earlier call. In this
+        case, open a new reader. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions
+        that the reader does not read. Raises TaskMigrated if another process has opened a reader with the same name.
         """
         consumer = self._consumer
         if consumer is None:

@@ -50,7 +50,7 @@ class Transaction:
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
         all_headers = [*headers]
-        # A commit that fails leaves it unknown what was committed, so a record that would make it fail is refused here.
+        # The outcome of a failed commit is unknown, so refuse a record that would make the commit fail.
         wrong = _unfit(value, key, tracking_id, all_headers, timestamp_ms)
         if wrong is not None:
             raise TypeError(f"a record to topic {topic!r} was not added to the transaction: {wrong}")
@@ -62,14 +62,14 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Commit the application's input position with the transaction. `IdempotentWriter.kept` returns it."""
+        """Commit the application's input position with the transaction. `IdempotentWriter.kept` reads it."""
         self.positions[name] = position.encode()
 
 
 def _unfit(
     value: object, key: object, tracking_id: object, headers: Iterable[object], timestamp_ms: object
 ) -> str | None:
-    """Return what is wrong with the types of a record, or None."""
+    """Return a description of a wrong type in a record, or None."""
     if not isinstance(value, _CONTENT):
         return f"its value is {type(value).__name__}, not bytes or None; encode it"
     if not isinstance(key, _CONTENT):
@@ -92,8 +92,8 @@ class IdempotentWriter:
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If the
     response to a commit is lost, the writer finds out whether the transaction was committed, and repeats the
-    transaction if it was not. If a commit is canceled or fails, open a new writer to find out whether the transaction
-    was committed: it takes effect completely or not at all. A transaction that fails with RecordRefused was not
+    transaction if necessary. If a commit is canceled or fails, the transaction takes effect completely or not at all;
+    open a new writer to find out whether it was committed. A transaction that fails with RecordRefused was not
     committed, and the writer can still be used.
     """
 
@@ -140,10 +140,11 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit the records of the ``with`` block exactly once at its end, or none if the block raises an exception.
+        """Commit the records of the ``with`` block exactly once at the block's end, or none if the block raises an
+        exception.
 
-        Raises TaskMigrated if another process has opened a writer with the same name, StateIncompatible if one of the
-        topics was deleted or created again, and RecordRefused if a broker refuses a record, in which case nothing was
+        Raises TaskMigrated if another process has opened a writer with the same name, and StateIncompatible if one of
+        the topics was deleted or created again. Raises RecordRefused if a broker refuses a record; nothing was then
         committed. Raises InvariantBroken if an earlier commit of this writer was canceled or failed with another error;
         in this case, open a new writer.
         """
@@ -155,9 +156,9 @@ class IdempotentWriter:
             await outbox.commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return the position that `Transaction.keep` last committed under ``name``, or None if there is none.
+        """Return the last committed position that `Transaction.keep` stored under ``name``, or None if none exists.
 
-        Raises the same TaskMigrated or InvariantBroken as `transaction` if it is unknown what was committed last.
+        If the last commit's outcome is unknown, raises the same TaskMigrated or InvariantBroken as `transaction`.
         """
         outbox = self._started()
         outbox.refuse_if_over()

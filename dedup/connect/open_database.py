@@ -27,7 +27,7 @@ _BUSY_S: Final = 5.0
 _AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")
 """Prefixes of the names of SQLite's temporary errors.
 
-SQLITE_READONLY occurs, for example, if a reader lacks the permission to roll back what a killed writer has left.
+SQLITE_READONLY occurs, for example, if a reader lacks the permission to roll back a killed writer's transaction.
 """
 _CODES: Final[Mapping[str, str]] = {
     "SQLITE_CONSTRAINT_UNIQUE": "unique_violation",
@@ -94,9 +94,10 @@ class SqliteConnection(DatabaseConnection):
                 f"file:{self._path}{mode}", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
         if read_only:
-            # By default, one text that is not UTF-8 makes the whole query fail, without saying which row contains it.
+            # By default, one text that is not UTF-8 makes the whole query fail with an error that does not name the
+            # row.
             self._connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
-        # A connection that only reads would not notice that its file was replaced.
+        # A connection that only reads would not notice that the database file was replaced.
         self._read_inode: Final = self._inode() if read_only else 0
 
     def _inode(self) -> int:
@@ -127,7 +128,7 @@ class SqliteConnection(DatabaseConnection):
             self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
 
     def rollback(self) -> None:
-        """Roll back the open transaction, if there is one."""
+        """Roll back the open transaction, if any."""
         if self._connection.in_transaction:
             self.execute("ROLLBACK")
 
@@ -176,10 +177,10 @@ class RetryingDatabase:
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
-        """Run ``work``, and repeat it until the database responds. Return the result.
+        """Run ``work``, repeating it until the database responds, and return the result.
 
-        Raises DatabaseUnavailable if there is no response for ``within_s`` seconds, or if ``stopped`` returns True. To
-        wait for a lock that another session holds is no lack of a response.
+        Raises DatabaseUnavailable if the database does not respond for ``within_s`` seconds, or if ``stopped`` returns
+        True. Waiting for another session's lock does not count as a missing response.
         """
         deadline_s = time.monotonic() + within_s
         pause_s, silent = FIRST_PAUSE_S, False
@@ -220,7 +221,7 @@ class RetryingDatabase:
         return connection
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection, if any."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

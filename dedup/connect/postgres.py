@@ -39,31 +39,31 @@ _CODES: Final[Mapping[type[psycopg.Error], str]] = {
 
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "connect_timeout": 10,
-    # With the defaults, it takes two hours to notice that a firewall has dropped the connection.
+    # By default, it takes two hours to detect that a firewall has dropped the connection.
     "keepalives_idle": 30,
     "keepalives_interval": 10,
     "keepalives_count": 3,
     "tcp_user_timeout": 60_000,
 }
-"""Connection parameters of libpq; a URL may contain others."""
+"""Default connection parameters for libpq. A URL may contain other parameters."""
 _SESSION: Final = (
     "SELECT set_config(name, ours, false) FROM pg_settings JOIN (VALUES ('lock_timeout', '30s'), "
     "('tcp_keepalives_idle', '30'), ('tcp_keepalives_interval', '10'), ('tcp_keepalives_count', '3')) "
     "AS wanted (name, ours) USING (name) WHERE source = 'default'"
 )
-"""Sets what neither the server's configuration nor the URL has set.
+"""Sets the settings that neither the server's configuration nor the URL has set.
 
-If the host of this process loses its power in a transaction, the server keeps the locked rows until its keepalives end,
-by default for two hours. A successor waits for these locks, and must be able to say so, and to stop. PgBouncer refuses
-these settings when a connection starts, so they are set afterwards.
+If this process's host loses power during a transaction, the server keeps the transaction's row locks until its
+keepalives fail, by default for two hours. A successor that waits for these locks must be able to report the wait and to
+stop. PgBouncer refuses these settings when a connection starts, so they are set afterward.
 """
 _DENIED: Final = re.compile(
     r"authentication failed for user|no pg_hba\.conf entry|pg_hba\.conf rejects|is not permitted to log in|"
     r'(?:role|database) "[^"]*" does not exist|permission denied for database|no password supplied'
 )
-"""While psycopg connects, its errors have no code, so only a server's English message says why it denies access."""
+"""Matches a server's English message about denied access, because psycopg's errors have no code during connecting."""
 _ATTEMPT: Final = "\n- host: "
-"""Begins the error of each attempt if psycopg has tried several addresses."""
+"""The text that begins each attempt's error if psycopg has tried several addresses."""
 
 
 class PostgresConnection(DatabaseConnection):
@@ -88,7 +88,7 @@ class PostgresConnection(DatabaseConnection):
         self._shown: Final = shown(url)
         with self._explained():
             given = conninfo_to_dict(url, application_name="dedup", client_encoding="utf8")
-            # A prepared statement fails once the type of one of its columns is altered, for example to BIGINT.
+            # A prepared statement fails after the type of one of its columns is altered, for example to BIGINT.
             options: dict[str, Any] = {"autocommit": True, "prepare_threshold": None}
             self._connection = psycopg.connect(**options, **{**_DEFAULTS, **given})
         self._cursor = self._connection.cursor()
@@ -132,7 +132,7 @@ class PostgresConnection(DatabaseConnection):
                     write(row)
 
     def commit(self) -> None:
-        """Commit, or raise StateIncompatible if the caller caught an error that had aborted the transaction."""
+        """Commit, or raise StateIncompatible if the caller has suppressed an error that aborted the transaction."""
         if self._connection.info.transaction_status == TransactionStatus.INERROR:
             raise StateIncompatible(
                 f"{self._shown}: a statement of the transaction failed and the error was caught, so PostgreSQL would "
@@ -177,7 +177,7 @@ class PostgresConnection(DatabaseConnection):
 
 
 def _refusal(error: psycopg.Error) -> RowsRefused | None:
-    """Return what to raise if the values of a row cause the error whenever they are written, or else None."""
+    """Return the error to raise if a row's values cause the error on every attempt, or None."""
     text = f"PostgreSQL: {_message(error)}"
     match error:
         case pg.ProgramLimitExceeded() | pg.StatementTooComplex():
@@ -191,12 +191,12 @@ def _refusal(error: psycopg.Error) -> RowsRefused | None:
             raised = True
         case _:
             raised = type(error) is psycopg.DatabaseError and error.sqlstate is not None  # a code that the author chose
-    # The text of a trigger may contain values of the row.
+    # A trigger's message may contain values of the row.
     return RowsRefused("constraint", "PostgreSQL: a trigger rejects this row") if raised else None
 
 
 def _denial(error: psycopg.OperationalError) -> str | None:
-    """Return the server's message if no server of the URL admits the user, so that waiting does not help."""
+    """Return the server's message if no server in the URL admits the user, in which case waiting does not help."""
     if (error.sqlstate or "")[:2] in {"28", "3D"}:
         return _message(error)
     if error.sqlstate is not None:
@@ -204,8 +204,8 @@ def _denial(error: psycopg.OperationalError) -> str | None:
     text = str(error)
     hosts: dict[str, str | None] = {}
     for attempt in text.split(_ATTEMPT)[1:] or [text]:
-        # A host may have several addresses, and the server may listen on one of them only. But of several hosts, one
-        # that does not respond may be the one that admits the user.
+        # A host may have several addresses, and the server may listen on only one address. If the URL names several
+        # hosts, a host that does not respond may be the one that admits the user.
         host = attempt.partition(", hostaddr: ")[0]
         hosts[host] = hosts.get(host) or next((line for line in attempt.splitlines() if _DENIED.search(line)), None)
     denials = list(hosts.values())
@@ -213,7 +213,7 @@ def _denial(error: psycopg.OperationalError) -> str | None:
 
 
 def _message(error: psycopg.Error) -> str:
-    """Return the first line of the server's message, but not the detail, which may contain values of a row."""
+    """Return the first line of the server's message, without the detail, which may contain values of a row."""
     text = error.diag.message_primary or str(error) or type(error).__name__
     if "percent-encoded" in text:
         return "the URL contains a percent sign that does not begin an encoded character"  # libpq shows the password

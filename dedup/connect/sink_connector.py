@@ -62,7 +62,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError if there is no sink or the sink has no topic to read."""
+    """Return a topology's sink. Raises TopologyError if the topology has no sink, or the sink has no topic to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"
@@ -78,7 +78,7 @@ async def run_sink(
     partitions: Collection[int] | None = None,
     exit_when_done: bool = False,
 ) -> Sunk:
-    """Run a sink until SIGTERM or SIGINT or, with ``exit_when_done``, until the end offsets at startup are reached.
+    """Run a sink until SIGTERM or SIGINT or, with ``exit_when_done``, until it reaches the end offsets at startup.
 
     References such as ``${env:NAME}`` in ``spec.url`` must already be resolved. Raises TaskMigrated if another process
     takes over a partition, StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or
@@ -133,7 +133,7 @@ def _dead_letter(spec: SinkSpec, settings: Settings, partitions: int, most_bytes
 def plan_dead_letter(
     spec: SinkSpec, settings: Settings, have: Mapping[str, Topic], plan: TopicPlan
 ) -> TopicPlan | None:
-    """Return the plan with the dead-letter topic of a sink added.
+    """Return the plan with a sink's dead-letter topic added.
 
     The result is None if the topic that the sink reads neither exists nor is in the plan, because the number of
     partitions is then unknown.
@@ -211,7 +211,8 @@ class _Run:
             rejected = made.bad + refused
             if not rejected:
                 return written, 0
-            # Send dead letters before the commit, because a crash between the commit and a later send would lose them.
+            # Send dead letters before the commit, because a crash after the commit would lose dead letters not yet
+            # sent.
             return written, asyncio.run_coroutine_threadsafe(self.dead_letters.send(rejected), loop).result()
 
         outcome = await self.consumer.once(work, current.ends)

@@ -15,11 +15,11 @@ class DeadRecord:
     """A line or row of the source that becomes a dead letter because it cannot become a record."""
 
     place: int | str
-    """The place in the source, such as a byte offset, without the prefix that `SourceRecords` contains."""
+    """The place in the source, such as a byte offset, without the prefix from `SourceRecords`."""
     code: str
     detail: str
     value: bytes | None
-    """The value, or None if it is too large; in that case, ``detail`` contains the value's length and digest."""
+    """The value, or None if the value is too large; ``detail`` then contains the value's length and digest."""
     row: int = 0
     """The number of records of the same poll that precede the dead record."""
 
@@ -35,12 +35,12 @@ class SourceRecords:
     places: Sequence[int | str]
     """The place of each record, without the prefix. Each place is unique in the source and never changes."""
     position: bytes
-    """The position in the part after these records. It applies once all of them are committed."""
+    """The position in the part after these records, which applies once all these records are committed."""
     after: Callable[[int], bytes]
     """Maps a row to the position that applies if only records and dead records up to this row are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
     path: str = ""
-    """The path of the file that the records come from, for log messages; empty if they do not come from a file."""
+    """The path of the records' file, for log messages, or an empty string if the records do not come from a file."""
 
 
 class RecordSource(Protocol):
@@ -50,16 +50,16 @@ class RecordSource(Protocol):
         """Go back to the committed positions, so that `poll` returns uncommitted records again."""
 
     def poll(self) -> SourceRecords | None:
-        """Return the next records, or None if there are none yet.
+        """Return the next records, or None if no records are available yet.
 
         Raises AuthorMistake or StateIncompatible if the source cannot be read without loss.
         """
 
     def committed(self, positions: Mapping[str, bytes]) -> None:
-        """Release what was kept for rereading the records before ``positions``, because they are now committed."""
+        """Release the resources for rereading the records before ``positions``, because they are now committed."""
 
     def waiting(self) -> list[str]:
-        """Return a sentence for each part of the source whose last data is incomplete and cannot be read yet."""
+        """Return a sentence for each part of the source whose last data is incomplete, and therefore unreadable."""
 
     def close(self) -> None:
         """Close files and connections."""

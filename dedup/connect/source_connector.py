@@ -1,6 +1,6 @@
 """Implements `dedup ingest`, a source connector whose Kafka transactions contain records and the source's position.
 
-If two processes run the same source, the later one fences the earlier one, which stops with TaskMigrated.
+If two processes run the same source, the later process fences the earlier process, which stops with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 Lines = defaultdict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
-"""The space, in bytes, for everything in a record except its value: key, headers, and other fields."""
+"""The space, in bytes, for all parts of a record except the value: key, headers, and other fields."""
 RECORDS_AT_ONCE: Final = 40_000
 """The maximum number of records in one transaction."""
 BYTES_AT_ONCE: Final = 64 << 20
-"""The size at which a transaction ends. A longer `commit_interval` must not fill the memory with large records."""
+"""The size at which a transaction ends, so that a long `commit_interval` cannot fill the memory."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
 """The limits for the records between two markers, which are kept in memory."""
@@ -167,10 +167,11 @@ def set_by_signals() -> Iterator[asyncio.Event]:
 
 @asynccontextmanager
 async def ended_by_refusal(wire: KafkaWire, stop: asyncio.Event) -> AsyncIterator[None]:
-    """Inside the ``with`` block, set ``stop`` once all brokers refuse this process for good, as after a new password.
+    """Inside the ``with`` block, set ``stop`` once all brokers permanently refuse this process, for example after a
+    password change.
 
-    After the block, raise the BrokerUnavailable that says why. Nobody else notices a refusal, because requests that are
-    refused look like requests without an answer, which are repeated for ever.
+    After the block, raise the BrokerUnavailable that gives the reason. No other code notices a refusal, because a
+    refused request looks like a request without a response, which is repeated forever.
     """
     refused: list[BrokerUnavailable] = []
 
@@ -194,10 +195,10 @@ async def ended_by_refusal(wire: KafkaWire, stop: asyncio.Event) -> AsyncIterato
 
 
 def topics_of(ingest: Ingest, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
-    """Return the topics that an ingest file needs: those for records, for positions, and for dead letters, in this
-    order.
+    """Return the topics that an ingest file needs, for records, positions, and dead letters, in this order.
 
-    The size limit of the dead letters follows from the topic for records if ``have``, the existing topics, contains it.
+    If ``have``, the existing topics, contains the topic for records, that topic determines the size limit for dead
+    letters.
     """
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
@@ -307,8 +308,8 @@ class _Run:
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
         """Turn the refused records into dead letters.
 
-        If the broker does not say which records it refused, switch to one record per batch. Raises BrokerUnavailable
-        if the broker refuses the time of this machine's clock, because no record is at fault then.
+        If the broker does not say which records it refused, switch to one record per batch. Raises BrokerUnavailable if
+        the broker refuses the time of this machine's clock, because the records are then not at fault.
         """
         named: dict[int, str] = {}
         for each in (refused, *refused.also):
@@ -344,7 +345,7 @@ class _Pending:
 
     @property
     def begin(self) -> int | str:
-        """The place of the first record or, if there are only dead letters, of the first dead letter."""
+        """The place of the first record or, without any records, of the first dead letter."""
         return self.places[0] if self.places else self.dead[0].place
 
 
@@ -368,7 +369,7 @@ class TransactionBoundary:
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """Return the next complete transaction, or None if there is none.
+        """Return the next complete transaction, or None if no transaction is complete.
 
         Raises StateIncompatible if too many records arrive without a marker.
         """
@@ -430,7 +431,7 @@ class TransactionBoundary:
         except Unreadable:
             return False  # The value becomes a dead letter.
         found, equals = look_up(record, self._marker.field), self._marker.equals
-        if isinstance(found, Number):  # orjson refused some other part of the value.
+        if isinstance(found, Number):  # orjson refused another part of the value.
             return type(equals) is int and found.is_integer and found.integer_text() == str(equals)
         return type(found) is type(equals) and found == equals
 

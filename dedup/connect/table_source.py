@@ -1,10 +1,10 @@
 """Implements a source that reads all rows of a growing table or of a query in the order of their row numbers.
 
-A row gets its number before its transaction commits, so a lower number may become visible after a higher one. In
-PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions that hold a
-write lock on the table have ended, as CREATE INDEX CONCURRENTLY does; see docs/decisions/0012-edges.md. The source
-then reads the rows up to the bound. With `settle`, the source first waits for a fixed time. If the
-source cannot see other transactions, it waits only for the `settle` time, and may miss rows that are committed later.
+A row gets its number before its transaction commits, so a lower number may become visible after a higher number. In
+PostgreSQL, the source therefore takes the greatest number as a bound, and waits until all transactions with a write
+lock on the table have ended, as CREATE INDEX CONCURRENTLY does (docs/decisions/0012-edges.md). The source then reads
+the rows up to the bound. With `settle`, the source first waits for a fixed time. If the source cannot see other
+transactions, it waits only for the `settle` time, and may miss rows that are committed later.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _SEQUENCES: Final = (
     "JOIN pg_attribute a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid "
     "WHERE d.refobjid::bigint = ANY(%s::bigint[])"
 )
-"""The sequences in the defaults of the columns of some tables, and the sequences that belong to their columns."""
+"""The sequences that the column defaults of some tables use, and the sequences that these columns own."""
 _Columns = Mapping[str, tuple[bool, bool]]
 """Maps each column to two flags: whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
 
 
 class _RowPosition(msgspec.Struct, frozen=True):
-    """The numbers of the last row that was read, and what they number, stored as JSON in the positions topic."""
+    """The numbers of the last row read, and the numbered table and columns, stored as JSON in the positions topic."""
 
     table: str | None
     """The table as written in the ingest file, or None for a query, which may be edited."""
@@ -94,7 +94,7 @@ class NumberedRows:
             raise
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from the committed position. Raises StateIncompatible if the position is of another source."""
+        """Continue from the committed position. Raises StateIncompatible if the position belongs to another source."""
         committed = positions.get(PART)
         if committed is None and positions:
             raise self._of_another(f"hold a position of {min(positions)!r}, which is not a table")
@@ -127,7 +127,7 @@ class NumberedRows:
         )
 
     def poll(self) -> SourceRecords | None:
-        """Return the next rows, or None if there are no new rows. Waits while the database is unavailable."""
+        """Return the next rows, or None if the source has no new rows. Waits while the database is unavailable."""
         try:
             return self._database.insist(self._next)
         except RowsRefused as why:
@@ -152,7 +152,7 @@ class NumberedRows:
         if not self._postgres:  # PostgreSQL names the columns itself. Any of the next rows may have a new one.
             self._names = _sqlite_names(connection, self._spec)
         where, parameters = self._after(connection)
-        # Without ".*", a column named t would take the place of the row.
+        # Without ".*", the name t would refer to a column t instead of the row.
         values = "row_to_json(t.*)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
         rows = connection.query(
             f"SELECT {self._listed}, {values} FROM {self._from} t WHERE {where} "  # noqa: S608  # checked names, or a query
@@ -170,7 +170,8 @@ class NumberedRows:
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
         if self._at is None:
-            # psycopg requires every "%" in a query to be doubled if there are parameters, so always return one.
+            # psycopg requires every "%" in a query to be doubled if the query has parameters, so always return a
+            # parameter.
             return f"{connection.mark} = 1", (1,)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({self._listed}) > ({marks})", self._at
@@ -295,7 +296,7 @@ def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[st
 
 
 class _NotUtf8(ValueError):
-    """A text of SQLite, which stores any bytes, is not UTF-8."""
+    """A text in SQLite, which stores any bytes as text, is not UTF-8."""
 
 
 def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
@@ -340,7 +341,7 @@ def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[
 
 
 def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, standby: bool) -> Iterator[str]:
-    """Yield the reasons why PostgreSQL cannot tell which transactions may still add rows below the bound."""
+    """Yield the reasons why PostgreSQL cannot determine which transactions may still add rows below the bound."""
     if standby:
         yield "this server is a standby, which does not know the open transactions; use the primary, or set `settle`"
     if not relations:
@@ -355,21 +356,21 @@ def _unknown_writers(connection: DatabaseConnection, relations: list[int], *, st
 def _sequences(
     connection: DatabaseConnection, relations: list[int], spec: TableSource
 ) -> tuple[bool, list[tuple[Any, ...]]]:
-    """Return whether the server knows where the number column comes from, and the sequences that may number it."""
+    """Return whether the server knows the origin of the number column, and the sequences that may fill the column."""
     origin = connection.origin(spec.query or f"SELECT * FROM {spec.table}", spec.column)  # noqa: S608  # a checked name
     named = connection.query(
         "SELECT attname::text FROM pg_attribute JOIN pg_class c ON c.oid = attrelid "
         "WHERE attrelid::bigint = %s AND attnum = %s AND relkind IN ('r', 'p')",
         origin,
     )
-    # The column of a view or an expression may come from any column of any table.
+    # A view's column or an expression may come from any column of any table.
     tables = _with_children(connection, str(origin[0])) if named else relations
     found = connection.query(_SEQUENCES, (tables, tables))
     return bool(named), [each for each in found if not named or each[:1] == named[0]]
 
 
 def _unordered(connection: DatabaseConnection, relations: list[int], spec: TableSource) -> Iterator[str]:
-    """Yield the reasons why the tables' sequences may number a new row lower than an existing row."""
+    """Yield the reasons why the tables' sequences may give a new row a lower number than an existing row."""
     for column, sequence, cache, cycles, step in _sequences(connection, relations, spec)[1]:
         if cache > 1 and not spec.settle_ms:
             yield (
@@ -421,7 +422,7 @@ def _children(connection: DatabaseConnection, table: str) -> Iterator[str]:
 
 
 def _with_children(connection: DatabaseConnection, table: str) -> list[int]:
-    """Return the OIDs of a table, given by its name or OID, and of its partitions or of the tables that inherit it."""
+    """Return the OIDs of a table, given by name or OID, and of its partitions or the tables that inherit from it."""
     rows = connection.query(
         "WITH RECURSIVE tree(oid) AS (SELECT %s::regclass::oid UNION "
         "SELECT inhrelid FROM pg_inherits JOIN tree ON inhparent = tree.oid) SELECT oid::bigint FROM tree",
@@ -431,7 +432,7 @@ def _with_children(connection: DatabaseConnection, table: str) -> list[int]:
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
-    """Return the OIDs of the tables that the rows come from, except tables that only a function in the query reads."""
+    """Return the OIDs of the tables that contain the rows, except tables that only a function in the query reads."""
     if spec.table:
         return _with_children(connection, spec.table)
     connection.begin()

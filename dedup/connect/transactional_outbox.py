@@ -2,8 +2,8 @@
 
 As in Kafka Connect's exactly-once sources (KIP-618), each transaction writes the records and, to a compacted topic, the
 position in the source. Unlike in Kafka Connect, each transaction also writes its own sequence number. If a commit gets
-no response, the outbox begins a new epoch, reads the number of the last committed transaction, and sends the records
-again if this number shows that their transaction was not committed.
+no response, the outbox begins a new epoch, and reads the number of the last committed transaction. If this number shows
+that the commit did not take effect, the outbox sends the records again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAUSE_S: Final = 0.5
 FOR_EVER: Final = "-1"
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
     "cleanup.policy": "compact",
-    # Kafka compacts only closed segments, and every start reads the whole topic, so segments are small.
+    # Segments are small, because Kafka compacts only closed segments, and every start reads the whole topic.
     "segment.bytes": "10485760",
     "retention.ms": FOR_EVER,
 }
@@ -55,7 +55,7 @@ log: Final = logging.getLogger(__name__)
 
 
 def wanted_topic(settings: Settings, name: str, partitions: int | None, configs: Mapping[str, str]) -> WantedTopic:
-    """Return a topic with the replication of the settings; ``partitions`` is None for the brokers' default."""
+    """Return a topic with the replication from the settings. ``partitions`` is None for the brokers' default."""
     least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
     base = {} if least is None else {"min.insync.replicas": str(least)}
     return WantedTopic(name, partitions or BROKER_DEFAULT, factor, {**base, **configs})
@@ -64,7 +64,7 @@ def wanted_topic(settings: Settings, name: str, partitions: int | None, configs:
 async def provide(admin: Admin, topics: Sequence[WantedTopic], *, create: bool, remedy: str) -> dict[str, Topic]:
     """Create missing topics, and return all topics.
 
-    If a topic is missing and ``create`` is false, raises StateIncompatible with a text that ends with ``remedy``.
+    Raises StateIncompatible, with a text that ends with ``remedy``, if a topic is missing and ``create`` is false.
     """
     names = [topic.name for topic in topics]
     have = await admin.topics(names)
@@ -97,7 +97,7 @@ class _Owner(msgspec.Struct, frozen=True):
     """An ID that is unique to one process."""
     transaction: int
     topic: str = ""
-    """The name of the topic that the records of a source are sent to, or an empty string if there are several."""
+    """The name of the topic to which a source's records are sent, or an empty string if several topics get records."""
     topic_id: str = ""
 
 
@@ -115,7 +115,7 @@ class TransactionalOutbox:
         *,
         output: str = "",
     ) -> None:
-        """``topics`` are all topics that the outbox writes to, including ``offsets_topic``.
+        """Create an outbox that writes to ``topics``, which include ``offsets_topic``.
 
         If ``output`` names the only topic for records, `open` refuses a topic that was created again.
         """
@@ -141,7 +141,7 @@ class TransactionalOutbox:
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._over: DedupError | None = None
-        """What every later call raises, because a commit failed or was canceled and may have taken effect."""
+        """The error that every later call raises, because a failed or canceled commit may have taken effect."""
         self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms)
 
@@ -156,7 +156,8 @@ class TransactionalOutbox:
             self._before = self._owner
             self._refuse_other_output()
             await self._warn_if_sent_before()
-            # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
+            # Write the ID of this run now, so that other processes see the new owner even if the owner never sends a
+            # record.
             await self.commit({}, {})
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
@@ -173,9 +174,9 @@ class TransactionalOutbox:
         ``most_rows`` limits the number of records per record batch. With one record per batch, the broker's response
         identifies a refused record. Raises TaskMigrated if another process has taken over the source, and RecordRefused
         if the broker refuses a record, in which case nothing is committed. Raises StateIncompatible if a topic was
-        deleted or created again. A canceled commit takes effect completely or not at all. After a canceled commit, and
-        after any error except RecordRefused, every call raises the error of `refuse_if_over`. Concurrent calls run one
-        after another.
+        deleted or created again. A canceled commit takes effect completely or not at all. After a canceled commit or
+        any error except RecordRefused, every call raises the error of `refuse_if_over`. Concurrent calls run one after
+        another.
         """
         async with self._one_at_a_time:
             self.refuse_if_over()
@@ -189,8 +190,8 @@ class TransactionalOutbox:
             self.positions.update(positions)
 
     def refuse_if_over(self) -> None:
-        """Raise TaskMigrated if another process has taken over the source, or InvariantBroken if a commit was
-        interrupted: `positions` may lack the positions of this commit, and its records may have been committed.
+        """Raise TaskMigrated if another process has taken over the source. Raise InvariantBroken if a commit was
+        interrupted, because its records may have been committed, and `positions` may lack its positions.
         """
         if self._over is not None:
             raise self._over
@@ -220,7 +221,8 @@ class TransactionalOutbox:
                     self._session.add(fitting(target, part))
                 self._session.add(fill(self._place, own, compression=self._compression))
                 await self._session.prepare({})
-                # Topics are written by name. A topic that was created again lacks the records and positions so far.
+                # Producers address topics by name. A topic that was created again lacks all earlier records and
+                # positions.
                 await self._check.confirm()
                 await self._session.end()
             except (CommitUnknown, ProducerForgotten) as unknown:
@@ -242,9 +244,9 @@ class TransactionalOutbox:
                 return
 
     async def _happened(self, unknown: CommitUnknown | ProducerForgotten) -> bool:
-        """Return whether a commit that got no response took effect. Retries until a broker responds.
+        """Return whether a commit without a response took effect. Retries until a broker responds.
 
-        Raises TaskMigrated, and begins no new epoch, if another process has taken over the source.
+        If another process has taken over the source, raises TaskMigrated, and begins no new epoch.
         """
         log.warning("%s", unknown, extra=AWAY if isinstance(unknown, CommitUnknown) else None)
         return (await self._begin_epoch()).transaction == self._number
@@ -278,7 +280,7 @@ class TransactionalOutbox:
             )
 
     async def _warn_if_sent_before(self) -> None:
-        """Log a warning if there are no positions but the output has records, which may come from this source."""
+        """Log a warning if no positions exist but the output has records, which may come from this source."""
         if self._owner is not None or not self._output:
             return
         for number in range(self._topics[self._output].partitions):
@@ -333,7 +335,7 @@ class TransactionalOutbox:
         self.positions.update(positions)
 
     async def _answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a request until it is answered. Raises CommitUnknown if no broker responds in time."""
+        """Repeat a request until a broker responds. Raises CommitUnknown if no broker responds in time."""
         try:
             async with asyncio.timeout(DEADLINE_MS / 1000):
                 return await answered(self._wire, ask)

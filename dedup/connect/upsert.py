@@ -49,7 +49,9 @@ TIME: Final = "event_time_ms"
 _INT64: Final = 1 << 63
 _MOST_DIGITS: Final = 20
 _MOST_PLACES: Final = 2_500
-"""The largest number of digits, and the largest exponent, of a number in a column; an Avro decimal may have 2,466."""
+"""The maximum number of digits, and the maximum exponent, of a number in a column. An Avro decimal may have 2,466
+digits.
+"""
 _KINDS: Final[Mapping[type, str]] = {
     bool: "true or false",
     str: "text",
@@ -64,7 +66,7 @@ _LOCAL_NS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("time-micros", "local-timestamp-micros"), 10**3),
     "local-timestamp-nanos": 1,
 }
-"""Maps each of Avro's types of dates and times without a zone to the length of its unit, in nanoseconds."""
+"""Maps each Avro type for dates and times without a zone to the length of the type's unit, in nanoseconds."""
 _FLOAT_BYTES: Final = {"float": 4, "double": 8}
 _SECONDS, _NANOS = 8, 16
 """The tags of the fields of `google.protobuf.Timestamp`."""
@@ -76,7 +78,7 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """For each row, the source partition, the batch, and the index in the batch of its record."""
+    """For each row, its record's source partition, batch, and index in the batch."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
@@ -192,7 +194,7 @@ def _leaves(reader_of: Callable[[], Reader], payloads: Sequence[bytes]) -> list[
 
 
 def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a CSV cell as the JSON value that a column of this type accepts, or as text if there is no such value."""
+    """Return a CSV cell as the JSON value that a column of this type accepts, or as text if none exists."""
     if isinstance(cell, Absent):
         return None
     match kind:
@@ -206,10 +208,10 @@ def _plain_cell(cell: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a member as the JSON value that stands for it: times in RFC 3339, UUIDs and local times as text.
+    """Return the JSON value that represents a member: times in RFC 3339, UUIDs and local times as text.
 
-    A decimal becomes text for a text column, and a number for any other. Raises TypeError for a type without such a
-    value, and OverflowError for a time that is not in the years 1 to 9999.
+    A decimal becomes text for a text column, and a number for any other column. Raises TypeError for a type without a
+    JSON value, and OverflowError for a time outside the years 1 to 9999.
     """
     match leaf:
         case Absent():
@@ -230,7 +232,7 @@ def _plain_leaf(leaf: Leaf, kind: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _plain_number(number: float | Number, kind: str) -> float | Number | str:
-    """Return a number in the form that a column of this type accepts. Raises TypeError if it has too many places."""
+    """Return a number in the form that a column of this type accepts. Raises TypeError if the number is too long."""
     if not isinstance(number, Number):
         return Number(repr(number)) if kind == "json" and math.isfinite(number) else number
     _, digits, exponent = number.parts()
@@ -261,7 +263,8 @@ def _refused_by_ids(name: str, raw: Any) -> Any:  # noqa: ANN401 - any type of a
 def _floating(raw: Any, size: int) -> float:  # noqa: ANN401 - the bits, the bytes, or the number itself
     """Return the number that a format's reader has read.
 
-    The Protobuf reader returns a number's bits as an int, the Avro reader returns its bytes, and the others a float.
+    The Protobuf reader returns a number's bits as an int, the Avro reader returns bytes, and other readers return a
+    float.
     """
     if isinstance(raw, float):
         return raw
@@ -271,7 +274,7 @@ def _floating(raw: Any, size: int) -> float:  # noqa: ANN401 - the bits, the byt
 
 
 def _nanoseconds(message: bytes) -> int:
-    """Return the time in an encoded `google.protobuf.Timestamp`. Raises TypeError if it is damaged."""
+    """Return the time in an encoded `google.protobuf.Timestamp`. Raises TypeError if the encoding is damaged."""
     parts, at = {_SECONDS: 0, _NANOS: 0}, 0
     try:
         while at < len(message):
@@ -293,7 +296,7 @@ def _after_epoch(nanoseconds: int) -> datetime:
 
 
 def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the value at a JSON path, or None if the record has no such value."""
+    """Return the value at a JSON path, or None if the record has no value there."""
     for step in path:
         match record, step:
             case dict(), str():
@@ -320,7 +323,7 @@ def _only(
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Convert an exactly decoded number to an int or a float; the float is infinite if the number is too large."""
+    """Convert an exactly decoded number to an int or a float. The float is infinite if the number is too large."""
     if not isinstance(found, Number):
         return found
     return int(found.text) if found.is_integer and len(found.text) <= _MOST_DIGITS else float(found.text)
@@ -401,7 +404,8 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
     width = len(table.key)
     left: Sequence[int] = range(len(rows))
     if connection.check_at_once:
-        # A deferred constraint would reject the commit, when it is too late to find out which row violates it.
+        # A deferred constraint would reject the commit, when it is too late to find the row that violates the
+        # constraint.
         connection.execute(connection.check_at_once)
     while left:
         refused = _write(connection, table, rows, _one_a_key(rows, left, width), written)
@@ -414,7 +418,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[int]:
-    """Return the index of each key's newest row, or of the first of several equally new rows."""
+    """Return the index of each key's newest row, or the first index if several rows are equally new."""
     chosen: dict[Row, int] = {}
     for number in numbers:
         row = rows[number]
@@ -427,7 +431,7 @@ def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[
 def _write(
     connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int], written: WriteOutcome
 ) -> dict[int, RowsRefused]:
-    """Write the rows, and bisect them to find the rows that the database rejects."""
+    """Write the rows, and find rejected rows by bisection."""
     refused: dict[int, RowsRefused] = {}
     parts = [numbers]
     while parts:
@@ -438,7 +442,7 @@ def _write(
         except RowsRefused as why:
             connection.execute("ROLLBACK TO SAVEPOINT dedup_rows")
             middle = len(part) // 2
-            if not connection.is_staged_as(table):  # The table was altered, so it may accept what was rejected.
+            if not connection.is_staged_as(table):  # The table was altered, so it may accept rows that were rejected.
                 make_staging(connection, table)
                 parts.append(part)
             elif middle:

@@ -3,7 +3,7 @@
 A value is the binary encoding of one record with a known writer schema. `read` and `columns` return only the requested
 members, but decode the whole value to check that it ends where its record ends. `AvroReader.columns` advances through
 all values of a batch together, field by field. If any value might be damaged, `columns` raises NotInColumns. The caller
-must then use `AvroReader.read` for the rows that the exception names, or for all rows if it names none.
+must then use `AvroReader.read` for the rows that the exception names, or for all rows if the exception names none.
 
 Source: "Binary Encoding" and "Logical Types" of the Avro specification 1.12.0.
 """
@@ -30,7 +30,7 @@ from dedup.core.varint import PADDING, Damaged, varint, varints
 
 _MOST_DECIMAL_BYTES: Final = 1_024
 _MORE: Final = 0x80
-"""The bit of a byte that is set if another byte of the number follows."""
+"""The bit that is set in a byte if another byte of the number follows."""
 _ROWS_PER_STEP: Final = 16
 """After 64 free steps, `columns` gives up if its steps (unions or items) read fewer values than this on average."""
 
@@ -59,7 +59,7 @@ class Refused:
 
     type_name: str
     raw: Any = field(default=None, compare=False)
-    """The decoded value, if the reader has it: `dedup sink` allows more types than an ID does."""
+    """The decoded value, if the reader has decoded it, for `dedup sink`, which allows more types than an ID does."""
 
 
 Leaf = None | bool | int | str | bytes | Number | UUID | Instant | Refused | Absent
@@ -126,7 +126,7 @@ class AvroReader:
         fault = self._fault(value, self._want, found)
         if fault is None:
             return found
-        # If a value has several faults, all alternatives of an ID must report the same one, so damage comes first and
+        # If a value has several faults, all alternatives of an ID must report the same fault, so damage comes first and
         # the ID's own faults come last.
         fault = self._fault(value, NO_MEMBERS, found) or self._fault(value, self._without_ids, found) or fault
         if isinstance(fault, Damaged):
@@ -169,7 +169,7 @@ class AvroReader:
         return batch.found
 
     def time_of(self, slot: int) -> FieldTime | None:
-        """Return the event time rule if the slot holds the event time, or None if the slot belongs to the ID."""
+        """Return the event time rule if the slot holds the event time, or None if the slot holds a part of the ID."""
         return self._time if slot == self._time_slot else None
 
 
@@ -226,7 +226,7 @@ def decode_decimal(raw: bytes, scale: int) -> Number:
 
 
 class AvroCursor:
-    """A read position in one Avro value. Each method advances the position past what it reads."""
+    """A read position in one Avro value. Each method advances the position past the bytes that it reads."""
 
     def __init__(self, reader: AvroReader, value: bytes, found: list[Leaf]) -> None:
         self._reader: Final = reader
@@ -293,7 +293,7 @@ class AvroCursor:
         return key.decode()
 
     def raw(self, node: Scalar) -> int | bytes:
-        """Read a value that contains no others: the position of an enum's symbol, a number, or bytes."""
+        """Read a value that contains no other values: the position of an enum's symbol, a number, or bytes."""
         match node.kind:
             case "int" | "long":
                 return self.varint()

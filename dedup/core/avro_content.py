@@ -1,31 +1,32 @@
-"""Computes the canonical content of Avro values, as they are or as a pinned schema reads them.
+"""Computes the canonical content of Avro values, either with their own schema or as a pinned schema reads them.
 
-Two different events must never have equal content, because one of them would be lost. Therefore, the names of types are
+Two different events must never have equal content, because one event would be lost. Therefore, the names of types are
 part of the content, although the binary encoding does not contain them. The content of a value is a `TypedValue` with
-the full name of its record. The same applies to a record, an enum, or a fixed that is a branch of a union with at least
-two branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a field that
-takes no bytes is not part of the content: its value never differs, and a small schema can define very many such fields.
+the full name of the value's record. The same applies to a record, an enum, or a fixed that is a branch of a union with
+at least two branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a
+field that takes no bytes is not part of the content, because the field's value never differs, and a small schema can
+define very many such fields.
 
-The pinned schema is a reader's schema: each value is read as "Schema Resolution" of the Avro specification 1.12.0
-requires, and its names and unions are those of the pinned schema. All its fields are part of the content,
-except those of records that take no bytes. These rules apply where the specification leaves a choice, has no rule, or
-could make different values equal:
+The pinned schema is a reader's schema. Each value is read as "Schema Resolution" of the Avro specification 1.12.0
+requires, and has the names and unions of the pinned schema. All fields of the pinned schema are part of the content,
+except those of records that take no bytes. The following rules apply where the specification leaves a choice, has no
+rule, or could make different values equal:
 
 - A branch of the pinned schema's union that has the type of the value precedes branches to which the value would have
   to be promoted. (The specification takes the first branch that matches, so a value could lose precision even if it
   was written with the pinned schema.)
 - No promotion loses precision: a long does not become a float or a double, and an int does not become a float.
 - An enum's symbol that the pinned schema lacks does not become the pinned enum's default.
-- Two records, enums, or fixed of one union are not read as the same type of the pinned schema: only the one that
-  matches it best is, if there is one.
-- A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units,
-  and the scales, precisions, and underlying types of decimals, may differ. The value is decoded with its own unit or
+- Two records, enums, or fixed of one union are not read as the same type of the pinned schema. Only the best match, if
+  any, is read as this type.
+- A logical type of the value must have the same family in the pinned schema: a timestamp remains a timestamp. Units may
+  differ, and so may the scales, precisions, and underlying types of decimals. The value is decoded with its own unit or
   scale, so the conversion is exact. A logical type that only the pinned schema has applies to values with the same
-  underlying type. The uuid of a string does not matter.
-- An alias of a type is its full name. An alias of a field applies only if neither the writer's record has a field with
-  the name, nor the pinned record a field with the name of the alias.
-- The default of a union is a value of the first branch that can have it. A default of a record may omit fields that
-  have defaults.
+  underlying type. The logical type uuid of a string does not matter.
+- An alias of a type is its full name. An alias of a field applies only if the writer's record has no field with the
+  field's name, and the pinned record has no field with the alias's name.
+- The default of a union is a value of the first branch that can have this value. A default of a record may omit fields
+  that have defaults.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ _BITS: Final = {"int": 32, "long": 64}
 _PROMOTIONS: Final = {"int": {"long", "double"}, "float": {"double"}, "string": {"bytes"}, "bytes": {"string"}}
 """Maps each type to the types that can hold all its values."""
 _IDENTICAL, _EQUAL, _SIMILAR, _PROMOTED = range(4)
-"""How well a writer's type matches a reader's."""
+"""The degrees to which a writer's type can match a reader's type, best first."""
 
 _Reading = Callable[[AvroCursor, int], Tree]
 """Reads a value, given its nesting depth."""
 _Convert = Callable[[Any], Tree]
-"""Converts what `AvroCursor.raw` returns."""
+"""Converts the result of `AvroCursor.raw`."""
 _Symbols = tuple[list[str | None], bool]
-"""A writer's symbols, with None for those that the reader lacks, and whether the reader has any."""
+"""A writer's symbols, with None for symbols that the reader lacks, and whether the reader has any of the symbols."""
 
 _float: Final = struct.Struct("<f").unpack
 _double: Final = struct.Struct("<d").unpack
@@ -70,9 +71,9 @@ _double: Final = struct.Struct("<d").unpack
 def avro_content(schema: SchemaText, pinned: SchemaText | None, exclude: tuple[Path, ...]) -> Content:
     """Return the function that computes the content of values with a given schema, without the members to exclude.
 
-    If ``pinned`` is a schema, the function reads each value as that schema requires. It raises Unreadable for the same
-    values as `AvroReader.read`, and for values that have no content or that the pinned schema cannot read. Raises
-    SchemaRefused if a schema is not valid.
+    If ``pinned`` is a schema, the function reads each value as that schema requires. The function raises Unreadable for
+    the same values as `AvroReader.read`, and for values that have no content or that the pinned schema cannot read.
+    Raises SchemaRefused if a schema is not valid.
     """
     writer = parse_schema(schema)
     reader, resolver = _resolver(writer, pinned)
@@ -100,11 +101,11 @@ def _whole(checker: AvroReader, read: _Reading, payload: bytes) -> Tree:
 
 
 def unresolvable(schema: SchemaText, pinned: SchemaText) -> str | None:
-    """Return why values with a given schema cannot be read as a pinned schema, or None if each type can be.
+    """Return why values with a given schema cannot be read as a pinned schema, or None if each type can be read.
 
-    The reason concerns the first pair of record types (or of fields' types, or of items' types) with which no value can
-    be read. Values that contain no such record or item may still be readable. A union counts as readable if one of its
-    branches can be read. Raises SchemaRefused if a schema is not valid.
+    The reason concerns the first pair of types of records, fields, or items with which no value can be read. Values
+    that contain no such record or item may still be readable. A union counts as readable if one of its branches can be
+    read. Raises SchemaRefused if a schema is not valid.
     """
     writer = parse_schema(schema)
     reader, resolver = _resolver(writer, pinned)
@@ -113,7 +114,7 @@ def unresolvable(schema: SchemaText, pinned: SchemaText) -> str | None:
 
 
 def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resolver]:
-    """Return the type that a writer's record is read as, and the resolver of this type."""
+    """Return the type as which a writer's record is read, and the resolver of this type."""
     if pinned is None:
         return writer, _Resolver({}, pinned=False)
     try:
@@ -124,7 +125,7 @@ def _resolver(writer: Record, pinned: SchemaText | None) -> tuple[Record, _Resol
 
 
 class _Resolver:
-    """Determines how to read a writer's types as a reader's. The types are the same if no schema is pinned."""
+    """Determines how to read a writer's types as a reader's types, which are the same if no schema is pinned."""
 
     def __init__(self, defaults: _FoundDefaults, *, pinned: bool) -> None:
         self.defaults: Final = defaults
@@ -133,7 +134,7 @@ class _Resolver:
         self._symbols: Final[dict[tuple[int, int], _Symbols]] = {}
 
     def reading(self, writer: Node, reader: Node, place: str) -> _Reading:
-        """Return how to read a writer's type as a reader's. ``place`` names the value in error texts."""
+        """Return how to read a writer's type as a reader's type. ``place`` names the value in error texts."""
         with_names = _has_names(reader)
         if isinstance(writer, Union):
             found = _found(writer.branches, reader, place) if writer is not reader else writer.branches
@@ -143,7 +144,7 @@ class _Resolver:
         return self._as(writer, found[0], place, with_names=with_names)
 
     def _as(self, writer: Node, found: Node | str, place: str, *, with_names: bool) -> _Reading:
-        """Return how to read a type as the reader's type ``found``, or how to refuse it if ``found`` is a reason."""
+        """Return how to read a type as the reader's type ``found``, or how to refuse it for the reason ``found``."""
         if isinstance(found, str):
             return _unresolvable(found)
         if isinstance(writer, Items):
@@ -168,7 +169,7 @@ class _Resolver:
         return _enum(writer, self._known_symbols(writer, reader)[0], _lacking_symbol(reader, place))
 
     def has_symbols(self, writer: Scalar, reader: Scalar) -> bool:
-        """Return whether a reader's enum has a symbol of a writer's."""
+        """Return whether a reader's enum has a symbol of a writer's enum."""
         return self._known_symbols(writer, reader)[1]
 
     def _known_symbols(self, writer: Scalar, reader: Scalar) -> _Symbols:
@@ -181,10 +182,10 @@ class _Resolver:
 
 
 class _RecordReading:
-    """Reads a writer's record as a reader's.
+    """Reads a writer's record as a reader's record.
 
-    The members are compared when the first value is read: a schema may refer to its types more deeply than Python can
-    recurse, and a record type may contain itself.
+    The members are compared only when the first value is read, because a schema may nest its types more deeply than
+    Python can recurse, and a record type may contain itself.
     """
 
     def __init__(self, resolver: _Resolver, writer: Record, reader: Record) -> None:
@@ -234,7 +235,7 @@ class _RecordReading:
 
 
 class _Check:
-    """Looks for types that cannot be read as types of the pinned schema. It does so without reading a value."""
+    """Looks for types that cannot be read as types of the pinned schema, without reading a value."""
 
     def __init__(self, resolver: _Resolver) -> None:
         self._resolver: Final = resolver
@@ -242,7 +243,7 @@ class _Check:
         self._seen: Final[set[tuple[int, int]]] = set()
 
     def fault(self, writer: Node, reader: Node, place: str) -> str | None:
-        """Return why no value of a type can be read, or None. Record types in it are left to `fault_of_records`."""
+        """Return why no value of a type can be read, or None. `fault_of_records` checks the record types inside it."""
         branches = writer.branches if isinstance(writer, Union) else (writer,)
         faults = [self._fault_as(*each, place) for each in zip(branches, _found(branches, reader, place), strict=True)]
         return None if None in faults else faults[0]
@@ -263,7 +264,7 @@ class _Check:
         return None
 
     def fault_of_records(self) -> str | None:
-        """Return why a record type that `fault` has left, or one inside it, cannot be read, or None."""
+        """Return why a record type that `fault` did not check, or one inside it, cannot be read, or None."""
         for writer, reader in self._due:  # `fault` adds to this list during the loop
             sources = _sources(writer, reader)
             lacking = _lacking_default(reader, _more(reader, sources), self._resolver.defaults)
@@ -279,7 +280,7 @@ class _Check:
 
 
 def _sources(writer: Record, reader: Record) -> dict[str, str]:
-    """For each writer field that the reader also has, map the writer's name of the field to the reader's name."""
+    """Map the writer's name of each field that the reader also has to the reader's name of the field."""
     found = {name: name for name in writer.fields if name in reader.fields}
     for name in reader.fields:
         if name not in writer.fields:
@@ -291,7 +292,7 @@ def _sources(writer: Record, reader: Record) -> dict[str, str]:
 
 
 def _more(reader: Record, sources: dict[str, str]) -> list[str]:
-    """Return the names of the reader's fields that the writer does not have, in their order."""
+    """Return the names of the reader's fields that the writer lacks, in the reader's order."""
     read = set(sources.values())
     return [name for name in reader.fields if name not in read]
 
@@ -314,7 +315,7 @@ def _name_of(node: Node) -> str:
 
 
 def _found(writers: Sequence[Node], reader: Node, place: str) -> list[Node | str]:
-    """Return the reader's type that matches each of a writer's types best, or why there is none."""
+    """For each of a writer's types, return the reader's type that matches best, or the reason why no type matches."""
     branches = reader.branches if isinstance(reader, Union) else (reader,)
     best = [_best(writer, branches) for writer in writers]
     ranks: dict[int, list[int]] = {}
@@ -336,13 +337,13 @@ def _found(writers: Sequence[Node], reader: Node, place: str) -> list[Node | str
 
 
 def _best(writer: Node, branches: Sequence[Node]) -> tuple[int, int] | None:
-    """Find the branch that matches a type best, and return how well it matches, and its position."""
+    """Find the branch that matches a type best, and return its degree of match and its position."""
     ranked = ((rank, at) for at, branch in enumerate(branches) if (rank := _rank(writer, branch)) is not None)
     return min(ranked, default=None)
 
 
 def _rank(writer: Node, reader: Node) -> int | None:
-    """Return how well two types match, or None if they do not match."""
+    """Return the degree to which two types match, or None if the types do not match."""
     if writer is reader:
         return _IDENTICAL
     match writer, reader:
@@ -522,7 +523,7 @@ def _promotion(writer: str, reader: str) -> _Convert:
 
 
 def _exact_double(raw: int) -> float:
-    """Convert an int. Raises Unreadable for one that has so many bits that it would lose some."""
+    """Convert an int. Raises Unreadable if the int has more significant bits than a double."""
     double = float(raw)
     if double != raw:
         raise Unreadable("number_out_of_range", "an int of the value has more than 32 bits")
@@ -530,7 +531,7 @@ def _exact_double(raw: int) -> float:
 
 
 def _conversion(node: Scalar) -> _Convert:
-    """Return how to convert what `AvroCursor.raw` returns for a type to the type's canonical form."""
+    """Return a function that converts the result of `AvroCursor.raw` for a type to the type's canonical form."""
     if node.kind in _CONVERSIONS:
         return _CONVERSIONS[node.kind]
     name, factor = _unit(node)
@@ -680,7 +681,7 @@ def _scalar_default(node: Scalar, value: Any) -> Tree:  # noqa: ANN401 - JSON
 
 
 def _encoded(node: Scalar, value: Any) -> Any:  # noqa: ANN401 - JSON, and what AvroCursor.raw returns
-    """Return what `AvroCursor.raw` would return for a JSON value, but the symbol of an enum."""
+    """Return the result of `AvroCursor.raw` for a JSON value, except that an enum's value is its symbol."""
     match node.kind, value:
         case ("null", None) | ("boolean", bool()):
             return value

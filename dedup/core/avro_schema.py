@@ -17,7 +17,7 @@ from dedup.core.framing import SchemaRefused, SchemaText, in_reference, linked
 from dedup.core.tracking_id import Path
 
 MAX_DEPTH: Final = 200
-"""The maximum nesting depth of schemas and values. Without it, a recursive schema would allow values of any depth."""
+"""The maximum nesting depth of schemas and values. Without a limit, a recursive schema would allow any depth."""
 # Avro's Java library, which registries use, accepts letters of any language in names, and any string as a namespace.
 _NAME: Final = re.compile(r"[^\W\d]\w*")
 _FULL_NAME: Final = re.compile(r"([^\0-\x20\x7f-\x9f\ud800-\udfff]{1,1000}\.)?[^\W\d]\w{0,1000}")
@@ -58,7 +58,7 @@ class Scalar:
 
     @property
     def name(self) -> str:
-        """The name of the logical type if there is one, or else the name of the type."""
+        """The name of the logical type, if any, or the name of the type."""
         return self.logical or self.kind
 
 
@@ -69,7 +69,9 @@ class Record:
     name: str
     fields: dict[str, Node] = field(default_factory=dict, compare=False, repr=False)
     void: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Fields that take no bytes. Readers visit only those on a path, because a small schema can define very many."""
+    """The fields that take no bytes. Readers skip such fields unless they are on a path, because a small schema can
+    define very many such fields.
+    """
     aliases: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     field_aliases: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
     defaults: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -234,7 +236,7 @@ def _strings(names: object) -> list[str]:
 
 
 def _logical(kind: str, schema: Mapping[str, Any], size: int) -> tuple[str, int]:
-    """Return the logical type and the scale, or "" and 0 if there is no valid logical type."""
+    """Return the logical type and the scale, or "" and 0 without a valid logical type."""
     name = schema.get("logicalType")
     if not isinstance(name, str) or name not in _LOGICAL.get(kind, ()):
         return "", 0
@@ -264,7 +266,7 @@ def nodes_at(node: Node, path: Path) -> list[Node]:
 
 
 def type_name(node: Node) -> str:
-    """Return the logical type of a type if it has one, or else the type's kind, such as record."""
+    """Return the logical type of a type, if any, or the type's kind, such as record."""
     match node:
         case Scalar() | Items():
             return node.name

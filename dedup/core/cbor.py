@@ -65,7 +65,7 @@ _LEAST_LONG_SIMPLE: Final = 32
 
 _TIME_TEXT, _TIME_NUMBER, _BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL, _UUID, _SELF_DESCRIBED = 0, 1, 2, 3, 4, 37, 55_799
 _NUMBERS: Final = {_BIGNUM, _NEGATIVE_BIGNUM, _DECIMAL}
-"""The tags whose content is a number. Two encodings of one number are equal content."""
+"""The tags whose content is a number. Two encodings of one number count as equal content."""
 _UUID_BYTES: Final = 16
 _MOST_BIGNUM_BYTES: Final = 1_024
 _SECOND_NS: Final = 10**9
@@ -112,7 +112,7 @@ class _Cursor(Cursor):
             self.found[slot] = leaf
 
     def tree(self, depth: int) -> Tree:
-        """Read one item and everything in it. A tag that marks an item as CBOR is not part of the item."""
+        """Read one item and everything in it. A tag that only marks an item as CBOR is not part of the item."""
         first = self._value[self.at] if self.at < len(self._value) else 0
         if first >> 5 == _TEXT and first & 0x1F < _SHORT:
             self.at += 1
@@ -182,7 +182,7 @@ class _Cursor(Cursor):
         return over
 
     def at_text(self) -> bool:
-        """Return whether the next item begins like a text."""
+        """Return whether the first byte of the next item is that of a text."""
         return self.at < len(self._value) and self._value[self.at] >> 5 == _TEXT
 
     def name(self) -> bytes | None:
@@ -234,7 +234,7 @@ class _Cursor(Cursor):
                 due = inside
 
     def _skip_known(self, due: int, known: int) -> int:
-        """Skip an item of ``known`` bytes and, where a pattern matches, further items whose sizes are also known.
+        """Skip an item of ``known`` bytes and, if a pattern matches, further items of known size.
 
         Return what must follow, in the form of ``due`` in `_skip`.
         """
@@ -405,7 +405,7 @@ def _whole(head: _Head) -> int:
 def _instant_of(seconds: float) -> Instant | Refused:
     if not math.isfinite(seconds):
         return INVALID_TIMESTAMP
-    # The result is rounded to microseconds, because the double nearest to 1700000000.123 is less than this number.
+    # Round to microseconds, because the double nearest to 1700000000.123 is less than this number.
     numerator, denominator = seconds.as_integer_ratio()
     return Instant((2 * numerator * _SECOND_US + denominator) // (2 * denominator) * _US_NS)
 

@@ -1,9 +1,9 @@
-"""Encodes decoded values of the formats that have their own types as canonical content. (JSON has canonical JSON.)
+"""Encodes decoded values of formats with their own types as canonical content. (For JSON, canonical JSON is used.)
 
-Two values have equal canonical content if they have the same members, elements, and scalars, whatever the order of
-their members and the encoding of each part. Types matter: the integer 1, the decimal 1.0, the floating-point number
-1.0, and the text "1" all differ. The encoding never changes. It begins with the byte ``00``, which no JSON text
-contains, and then one item follows:
+Two values have equal canonical content if they have the same members, elements, and scalars, regardless of the order of
+the members and the encoding of each part. Types matter: the integer 1, the decimal 1.0, the floating-point number 1.0,
+and the text "1" all differ. The encoding never changes. It begins with the byte ``00``, which no JSON text contains,
+and then one item follows:
 
     scalar             its length in LEB128, and its canonical bytes: those of an ID (tracking_id.py), except for bytes
                        (``02``, even if they look like a UUID), instants (``0e``, then an integer of nanoseconds), and
@@ -43,7 +43,7 @@ _DOUBLE: Final = struct.Struct(">d").pack
 
 @dataclass(frozen=True, slots=True)
 class TypedValue:
-    """A value whose type has a name and no canonical bytes of its own, such as a date or a CBOR tag."""
+    """A value whose type has a name but no canonical bytes of its own, such as a date or a CBOR tag."""
 
     type_name: str
     content: Tree
@@ -64,13 +64,13 @@ _NOTHING: Final[Without] = {}
 text_key: Final = encoding.encode_text
 """Returns the canonical key of a member with a name."""
 _REMEMBERED: Final = 1 << 12
-"""The maximum number of names whose keys are remembered."""
+"""The maximum number of names whose keys are cached."""
 _SHORT_NAME: Final = 100
-"""The maximum length of a key that is remembered."""
+"""The maximum length of a key that is cached."""
 
 
 class KeyCache(dict[Any, bytes]):
-    """Caches the canonical keys of the names of members, which are nearly the same in all values."""
+    """Caches the canonical keys of member names, because nearly all values have the same member names."""
 
     def __init__(self, key_of_name: Callable[[Any], bytes]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class KeyCache(dict[Any, bytes]):
 
 @cache
 def without_names(paths: tuple[Path, ...]) -> Without:
-    """Return the members to leave out of values whose members are named, given the excluded paths."""
+    """Return the members to leave out of values with named members, given the excluded paths."""
     return _named(excluded(paths))
 
 
@@ -99,7 +99,7 @@ def _named(steps: Excluded) -> Without:
 
 
 def deeper(depth: int) -> int:
-    """Return the depth of the members of a value at ``depth``. Raises Unreadable if they would be too deep."""
+    """Return the depth of the members of a value at ``depth``. Raises Unreadable if this depth is too great."""
     if depth >= MAX_DEPTH:
         raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
     return depth + 1
@@ -135,7 +135,7 @@ _KEY_OF: Final[dict[type, Callable[[Any], bytes]]] = {
     UUID: lambda uuid: encoding.UUID + uuid.bytes,
     Instant: lambda instant: encoding.INSTANT + encoding.encode_integer(instant.nanoseconds),
 }
-"""Maps each type of scalars to its canonical bytes. (A `match` would take longer than encoding a short text.)"""
+"""Maps each scalar type to its encoder. (A `match` statement would take longer than encoding a short text.)"""
 
 
 def key_of(tree: Tree) -> bytes:

@@ -1,7 +1,8 @@
 """Reads columns of CSV values. A value is one RFC 4180 row, and the topology names its columns.
 
-All cells are text, and an empty cell counts as absent. A line break may follow the row. The standard library's csv
-module is not used, because it accepts quotes inside unquoted cells, and its limit on cell length is process-wide.
+All cells are text, and an empty cell counts as absent. A line break may follow the row. This module does not use the
+standard library's csv module, which accepts quotes inside unquoted cells, and whose limit on cell length is
+process-wide.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Delimiter = Literal["comma", "semicolon", "tab", "pipe"]
 _CHARACTERS: Final[dict[Delimiter, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 _BYTE_ORDER_MARK: Final = "\ufeff"
 _ODD_MARKS: Final = (b'"', b"\r", _BYTE_ORDER_MARK.encode())
-"""A row that contains any of these bytes cannot simply be split at each delimiter."""
+"""A row that contains one of these bytes cannot simply be split at each delimiter."""
 _LINE_ENDS: Final = (b"\r\n", b"\n")
 _NUMBER: Final = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _SHORT_DIGITS: Final = 18

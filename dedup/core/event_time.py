@@ -1,4 +1,4 @@
-"""Finds a record's event time and converts it to milliseconds since 1970 UTC, rounded down."""
+"""Finds a record's event time, and converts the time to milliseconds since 1970 UTC, rounded down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dedup.core.odd_rows import NotInColumns
 from dedup.core.tracking_id import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us", "timestamp"]
-"""The format or unit of a time. With ``timestamp``, the type of the value or its schema determines the unit."""
+"""The format or unit of a time. With ``timestamp``, the value's type or the schema determines the unit."""
 _Integers = npt.NDArray[np.int64]
 _Count = TypeVar("_Count", int, _Integers)
 
@@ -30,7 +30,7 @@ _POWER: Final = {"s": 3, "ms": 0, "us": -3}
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _MANY: Final = 16
-"""The minimum number of strings for which converting them as a column is faster than converting them one by one."""
+"""The minimum number of strings for which conversion as a column is faster than conversion one by one."""
 _FRACTION_AT: Final = 19
 """The index of the decimal point in an RFC 3339 string with fractions of a second."""
 
@@ -201,7 +201,7 @@ def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
         return False
     if not utc and lines[zone::width].translate(None, b"+-"):
         return False
-    # `translate` also removes separators in wrong places, which leaves too few digits.
+    # `translate` also removes misplaced separators, which leaves too few digits.
     digits = lines.translate(None, b"-T:.Z+\n")
     return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 
@@ -236,7 +236,7 @@ def _number_ms(number: Number, power: int) -> int | None:
     if exponent >= 0:
         size, rest = int(digits) * 10**exponent, False
     else:
-        # The digits have no trailing zeros, so at least one of the digits that are cut off is not zero.
+        # The digits have no trailing zeros, so at least one of the truncated digits is not zero.
         size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None

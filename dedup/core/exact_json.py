@@ -1,7 +1,6 @@
 """Decodes single JSON values exactly (RFC 8259), finds values by path, and computes canonical JSON.
 
-The column extractor (extract.py) is faster, but it passes a row to this module whenever its result could differ from
-this module's.
+The column extractor (extract.py) is faster, but passes a row to this module whenever the results could differ.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_DEPTH: Final = 512
 """The maximum nesting depth of containers. `decode` refuses more deeply nested values before it recurses."""
 
 SHORT_BYTES: Final = 2 * MAX_DEPTH
-"""A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level has two brackets."""
+"""A value of at most this many bytes cannot be nested deeper than MAX_DEPTH, because each level takes two brackets."""
 DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec's decoder raises for values that it does not accept."""
 _EXPONENT_DIGITS: Final = 18
@@ -32,8 +31,8 @@ _EXPONENT_DIGITS: Final = 18
 _BRACKETS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 """Matches a bracket, or a string up to its end or to the end of the text.
 
-The quantifiers are possessive and the last quote is optional, so that a truncated value takes linear time. Otherwise,
-every escaped quote in a string without an end would begin another search up to the end of the text.
+The quantifiers are possessive and the last quote is optional, so that matching a truncated value takes linear time.
+Otherwise, every escaped quote in an unterminated string would begin another search up to the end of the text.
 """
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
@@ -45,13 +44,13 @@ _OPENINGS: Final = b'{["'
 @dataclass(frozen=True, slots=True)
 class _Foreign:
     name: str
-    """A stable name in snake_case. Because the name is also a metric label, there must be only a few such names."""
+    """A stable name in snake_case. The name is also a metric label, so there must be only a few such names."""
     words: str
-    """The first bytes of the value and their meaning, as the end of a sentence that starts with "it begins with"."""
+    """The value's first bytes and their meaning, in words that follow "it begins with"."""
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
-    # The order matters, because one UTF-32 byte order mark begins with the bytes of a UTF-16 one.
+    # The order matters, because one UTF-32 byte order mark begins with the bytes of a UTF-16 byte order mark.
     (b"\x00\x00\xfe\xff", _Foreign("utf_32", "bytes 0000feff: the byte order mark of UTF-32")),
     (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
     (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),
@@ -101,7 +100,7 @@ class NotJudged(Exception):
         self.code: Final = code
         self.detail: Final = detail
         self.format_name: Final = format_name
-        """The format that a value seems to have instead of the expected one, or an empty string if it is unknown."""
+        """The unexpected format that a value seems to have, or an empty string if the format is unknown."""
         super().__init__(detail)
 
 
@@ -166,7 +165,7 @@ JsonValue = None | bool | str | Number | list["JsonValue"] | Members
 
 
 class Absent:
-    """The type of ABSENT, which `look_up` returns if there is no value at the path."""
+    """The type of ABSENT, which `look_up` returns if the path has no value."""
 
     __slots__ = ()
 
@@ -251,10 +250,10 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
     """Return a value as canonical JSON, which does not depend on the original's white space, escapes, or member order.
 
-    Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
-    it. Integers stay as written (but ``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
-    Excluded members and elements are left out. Raises Unreadable if a member name is repeated in any object, or if a
-    string cannot be encoded as UTF-8.
+    Members are sorted by name at every level. The text has no white space, and strings have only the escapes that JSON
+    requires. Integers stay as written (but ``-0`` becomes ``0``), and other numbers have the form of
+    `Number.decimal_text`. Excluded members and elements are left out. Raises Unreadable if a member name is repeated in
+    any object, or if a string cannot be encoded as UTF-8.
     """
     try:
         return _written(value, exclude).encode()
@@ -330,7 +329,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Return False if a value certainly has at most `MAX_DEPTH` nesting levels, and True if it may have more."""
+    """Return False if a value certainly has at most `MAX_DEPTH` nesting levels, or True if the value may have more."""
     return len(value) > SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 

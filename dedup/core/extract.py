@@ -1,8 +1,8 @@
 """Extracts the tracking IDs, event times, and fingerprints of a batch as columns (the fast path).
 
 A row takes the fast path only if `extract_one` (the slow path) would certainly give the same result. For all other rows
-of a batch, the format's reader raises `NotInColumns`, and those rows take the slow path. If the reader cannot identify
-those rows, each half of the batch is tried separately. A batch of at most four rows takes the slow path.
+of a batch, the format's reader raises `NotInColumns`, and these rows take the slow path. If the reader cannot identify
+these rows, each half of the batch is tried separately. A batch of at most four rows takes the slow path.
 
 If all IDs in a column are strings, bytes, or 64-bit integers, their state keys are computed together in C.
 """
@@ -259,7 +259,7 @@ class Extractor:
         first_tombstones: dict[int, Fault] = {}
         for index, alternative in enumerate(self._alternatives):
             part = batch.only(left)
-            # The last alternative gets all remaining rows, and so detects values that do not have the expected format.
+            # The last alternative gets all remaining rows, and therefore detects values without the expected format.
             last = alternative is self._alternatives[-1]
             places, found = (range(len(left)), alternative(*part)) if last else alternative.of_likely(part)
             rows = [left[at] for at in places]
@@ -286,13 +286,13 @@ class Extractor:
         )
 
     def _halved(self, batch: _Batch) -> Extracted:
-        """Extract each half by itself, and halve it again if needed, so that an unusual record slows down few rows."""
+        """Extract each half by itself, halving again if needed, so that an unusual record slows down few other rows."""
         count = len(batch.values)
         halves = (range(count // 2), range(count // 2, count))
         return self._merged(count, [(rows, self._extract(batch.only(rows))) for rows in halves])
 
     def _merged(self, count: int, pieces: Pieces[Extracted]) -> Extracted:
-        """Merge the results of several pieces into one batch. A row that is in none of the pieces has no ID."""
+        """Merge the results of several pieces into one batch. A row that no piece contains has no ID."""
         if len(pieces) == 1 and len(pieces[0][0]) == count:
             return pieces[0][1]
         places = in_order(count, pieces)
@@ -628,7 +628,7 @@ def _integer_keys(column: list[int]) -> list[bytes]:
 
 
 def kept_if(canonical: list[bytes] | None) -> list[bytes] | None:
-    """Return the state keys of a column of canonical bytes, or None if there is no column."""
+    """Return the state keys of a column of canonical bytes, or None without a column."""
     return None if canonical is None else kept(canonical)
 
 

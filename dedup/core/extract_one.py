@@ -118,7 +118,7 @@ class Recipe:
     fmt: Format = "json"
     fingerprint: bool = False
     compared: ContentRule | None = None
-    """How payloads are compared: by this content or, with None, as JSON or as bytes."""
+    """The content by which payloads are compared, or None to compare payloads as JSON or as bytes."""
     schema_id: SchemaIdPlace = "auto"
     """The place of a value's schema ID, if the format has schema IDs."""
     schema: Schema = ""
@@ -147,7 +147,7 @@ NO_ALTERNATIVE: Final = Fault(FaultKind.MISSING_ID, "id_missing", "no alternativ
 
 
 def leads_on(fault: Fault) -> bool:
-    """Return whether a fault means that the record has no value for an alternative, so the next one must be tried."""
+    """Return whether a fault means that the record lacks a value for an alternative and the next one must be tried."""
     return fault.kind is FaultKind.TOMBSTONE or fault.code in _LACKING
 
 
@@ -164,7 +164,7 @@ def may_identify(recipe: Recipe, key: bytes | None, value: bytes | None, headers
         case HeaderRule(name):
             return any(header == name for header, _ in headers)
         case FieldRule((str(name), *_)) if value is not None and recipe.fmt in {"json", "json_schema"}:
-            # Search for only the first name of the path, because repeating it is a fault by itself.
+            # Search only for the first name of the path, because a repeated first name is a fault by itself.
             return b"\\" in value or name.encode() in value
         case _:
             return True
@@ -176,7 +176,7 @@ _MOST_DETAIL_CHARS: Final = 500
 
 
 EXTRACTED: Final = "dedup-extracted"
-"""If a user's function returns the IDs, the header in which a repartition task passes on the state key or fault."""
+"""The header in which a repartition task passes on the state key or the fault if a user's function returns the IDs."""
 
 
 class _MissingId(NotJudged):
@@ -193,8 +193,8 @@ def extract_one(
     If a record has several faults, the first one in this order is returned: TOMBSTONE, UNREADABLE, MISSING_ID,
     BAD_TIME. A null value is a TOMBSTONE if the ID or the event time comes from the value. If the ID comes from the key
     or a header, MISSING_ID takes precedence over TOMBSTONE. A value without the expected format is UNREADABLE even if
-    neither the ID nor the event time comes from the value. A key is read only if the ID has a member of it, after the
-    value.
+    neither the ID nor the event time comes from the value. The key is read after the value, and only if a member of the
+    key is part of the ID.
     """
     if isinstance(recipe.tracking_id.rule, FirstOfRule):
         return _first_of(recipe, key, value, headers, timestamp_ms)
@@ -262,7 +262,7 @@ def of_leaves(
 
 
 def typed_content(recipe: Recipe, rule: ContentRule, value: bytes, headers: Headers) -> bytes:
-    """Return the canonical content of a value whose format is in `MEMBERWISE`. Raises Unreadable if there is none."""
+    """Return the canonical content of a value whose format is in `MEMBERWISE`. Raises Unreadable if it has none."""
     ref, payload = _split(recipe, value, headers)
     return content_reader(recipe.fmt, recipe.schema, ref, rule)(payload)
 
@@ -327,7 +327,7 @@ def _canonical_id(
 
 
 def _inside_key(recipe: Recipe, key: bytes | None, headers: Headers) -> Iterator[JsonValue | Absent | Leaf]:
-    """Return the members of the key that the ID is made of, in path order. A null key has no members."""
+    """Return the members of the key that form the ID, in path order. A null key has no members."""
     paths = key_paths(recipe.tracking_id.rule)
     if not paths or key is None:
         return iter(())
@@ -344,7 +344,7 @@ def _of_outside(
     inside: Iterator[JsonValue | Absent | Leaf],
     of_member: Callable[[JsonValue | Leaf, TrackingId, str], bytes],
 ) -> bytes:
-    """Return the canonical bytes of an ID, or of its part, that is not read from the value."""
+    """Return the canonical bytes of an ID, or of a part of an ID, that is not read from the value."""
     match rule:
         case KeyFieldRule(path) if key is not None:
             return of_member(next(inside), tracking_id, f"{format_path(path)} of the record's key")
@@ -492,7 +492,7 @@ def encode_scalar(value: str | int | bytes, *, instants: bool) -> bytes:
 
 
 def _instant_of(text: str) -> bytes | None:
-    """Interpret an RFC 3339 string as an instant, and return its canonical bytes; return None for any other string.
+    """Return the canonical bytes of the instant in an RFC 3339 string, or None for any other string.
 
     As in `rfc3339_ms`, a time in a leap second counts as a time in the next second.
     """
@@ -615,7 +615,7 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
 
 
 def _fingerprint(recipe: Recipe, payload: bytes, content: JsonValue | Absent) -> bytes:
-    """Return the fingerprint of a payload's canonical JSON, or of the raw bytes if there is no canonical JSON."""
+    """Return the fingerprint of a payload's canonical JSON, or of the raw bytes if it has no canonical JSON."""
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):

@@ -41,7 +41,7 @@ class FlowRecord(NamedTuple):
         return json.loads(self.value or b"null")
 
     def header(self, name: str) -> bytes | None:
-        """Return the value of the last header with this name, or None if there is no such header."""
+        """Return the value of the last header with this name, or None if the record has no such header."""
         return next((value for own, value in reversed(self.headers) if own == name), None)
 
     def to(
@@ -146,7 +146,7 @@ def _bytes(content: bytes | str | None) -> bytes | None:
 
 
 def _checked(each: object, record: FlowRecord, topics: Collection[str]) -> FlowRecord | str:
-    """Return a copy of a yielded record that later mutations do not affect, or the reason why the record is invalid."""
+    """Return a copy of a yielded record, so that later mutations have no effect, or why the record is invalid."""
     if not isinstance(each, FlowRecord):
         return f"the flow yields a {type(each).__name__}; yield the record, or record.to(...)"
     if type(each.topic) is not str or each.topic not in topics:

@@ -19,7 +19,7 @@ from dedup.errors import RecordFailed
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Returns the sightings of each given ID that was seen before. The integer is the batch's smallest event time."""
+"""Returns the known sightings of each given ID. The integer is the batch's smallest event time."""
 
 
 class OnMissing(enum.Enum):
@@ -72,7 +72,7 @@ class Rows:
     sources: Sequence[int]
     """The records' offsets in their source partitions."""
     feeds: Sequence[Feed]
-    """The feed of each record, or a single entry if all records of the batch have the same feed."""
+    """The feed of each record, or a single entry if all records in the batch have the same feed."""
     idle_rows: frozenset[int] = frozenset()
     """The rows that are idle markers instead of records."""
 
@@ -116,16 +116,16 @@ class Outcome:
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was too far ahead and was replaced, each with the replacement."""
+    """Rows whose event time was too far ahead, each with the event time that replaced it."""
     singles: list[int] = field(default_factory=list)
     """Rows whose new sighting, which has the row's event time, is the only sighting of its ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
     """Maps a segment and an ID to all sightings of the ID in the segment, unless `singles` contains the only one."""
     later: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """Maps entries of `rewritten` to the known sightings of the ID in later segments, if there are any."""
+    """Maps entries of `rewritten` to the known sightings of the ID in later segments, if any."""
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
-    """The event time that was used to judge each row."""
+    """The event time by which each row was judged."""
     filtered: int = 0
     """The number of forwarded rows for which the flow yielded no record. The flow runs after the fold."""
     flow_seconds: float = 0.0
@@ -164,17 +164,17 @@ def judged_at_once(
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
     """Return `unique`, `duplicates`, and `repeats` of an `Outcome`, or None if the records must be judged one by one.
 
-    A batch can be judged as a whole if its records and the known sightings are so close together in time that every
-    record that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same
-    fingerprint as the sighting or the record that it repeats. ``known`` must contain only sightings of the given IDs,
-    and ``stream_time_ms`` is the stream time after the batch. ``window`` must not extend sightings.
+    A batch can be judged as a whole if the records and the known sightings are close enough in time that every record
+    that repeats an ID is a duplicate. If payloads are compared, each duplicate must also have the same fingerprint as
+    the sighting or the record that it repeats. ``known`` must contain only sightings of the given IDs, and
+    ``stream_time_ms`` is the stream time after the batch. ``window`` must not extend sightings.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
         return None
-    # A single sighting between these bounds makes every record with its ID a duplicate. The sighting is never too old
-    # to count, because no record is further behind stream time than the grace, and no sighting is as far behind a
-    # record as the guard period.
+    # A single sighting between these bounds makes every record with the same ID a duplicate. The sighting is never too
+    # old to count, because records are behind stream time by at most the grace, and the sighting is behind each record
+    # by less than the guard period.
     before_ms, after_ms = least_ms + window.guard_ms, greatest_ms - window.guard_ms
     for sightings in known.values():
         if len(sightings) > 1 or sightings[0].first_ms >= before_ms or sightings[0].last_ms <= after_ms:
@@ -202,7 +202,7 @@ def judged_at_once(
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
     """Judge a batch in log order, so that the sightings of earlier records affect later records.
 
-    ``ceiling_ms`` is the latest event time that is accepted. Raises RecordFailed if the policy for a record is `fail`.
+    ``ceiling_ms`` is the greatest accepted event time. Raises RecordFailed if the policy for a record is `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -338,8 +338,8 @@ class _Judging:
         for row, (key, time_ms, stream_time_ms) in enumerate(zip(ids, times_ms, stream_times, strict=True)):
             if key is None:
                 continue
-            # Most repeated IDs have one sighting, and their records are duplicates with the same payload, which leave
-            # the sighting unchanged. Only the other records need `_judge_known`.
+            # Most repeated IDs have one sighting, and their records are duplicates with the same payload, which do not
+            # change the sighting. Only the other records need `_judge_known`.
             first = fresh.get(key)
             if first is not None:
                 first_ms = times_ms[first]

@@ -96,7 +96,9 @@ def text_of(file: SchemaFile) -> SchemaText:
 
 @lru_cache(maxsize=256)
 def _typed_content(fmt: Format, text: SchemaText, indexes: tuple[int, ...], rule: ContentRule) -> Content | str:
-    """Return the function that reads the content, or why a schema is refused. Cached, because parsing is slow."""
+    """Return the function that reads the content, or the reason why a schema is refused. Both are cached, because
+    parsing is slow.
+    """
     pinned = None if rule.schema is None else text_of(rule.schema)
     try:
         if fmt == "protobuf":
@@ -156,7 +158,7 @@ def has_content_at(fmt: Format, schema: SchemaText, path: Path, *, first: bool) 
 
 
 def unreadable_as(fmt: Format, schema: SchemaText, pinned: SchemaText) -> str | None:
-    """Return why values with a given schema have no content with the pinned schema, or None if they can have content.
+    """Return why values with a given schema have no content with the pinned schema, or None if values can have content.
 
     The reason begins with a verb, so that it can follow the schema's name. A Protobuf schema with several
     messages counts as readable if values of one of them can be read.

@@ -103,7 +103,7 @@ class LinkedSchema:
 
     text: str
     references: tuple[tuple[str, str], ...] = ()
-    """The name and text of each schema referred to, directly or not. A schema comes after those that it refers to."""
+    """The name and text of each schema referred to, directly or not. Each schema follows its own references."""
     fault: str = ""
     """The message of a `SchemaRefused` if the references cannot be used, or an empty string."""
 
@@ -129,7 +129,7 @@ def in_reference(name: str, refused: SchemaRefused) -> SchemaRefused:
 
 
 def in_pinned(refused: SchemaRefused) -> SchemaRefused:
-    """Return the error for a schema whose values are to be read with a pinned schema that was refused."""
+    """Return the error for a schema whose values must be read with a pinned schema that was refused."""
     return SchemaRefused(f"is read with the pinned schema, which {refused}")
 
 
@@ -144,7 +144,8 @@ class SchemaBook(dict[SchemaRef, SchemaText | None]):
         self._ask: Final = ask
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
-        # The cache is not pickled: the process that loads the pickle asks again, as the registry may know more by then.
+        # The cache is not pickled, because the registry may know more schemas by the time that a process loads the
+        # pickle.
         return type(self), (self._ask,)
 
     def __missing__(self, ref: SchemaRef) -> SchemaText | None:
@@ -225,7 +226,7 @@ def refs_of(
 
 
 def rows_by_ref(refs: Sequence[SchemaRef | None]) -> list[list[int]]:
-    """Group the rows by schema ID, in a single pass because every row may have a different schema ID."""
+    """Group the rows by schema ID in a single pass, because every row may have a different schema ID."""
     rows: defaultdict[SchemaRef | None, list[int]] = defaultdict(list)
     for row, ref in enumerate(refs):
         rows[ref].append(row)
@@ -270,7 +271,7 @@ def _parts_of(
 def _head(
     place: SchemaIdPlace, values: Sequence[bytes | None], headers: Sequence[_Headers], *, indexed: bool, header: str
 ) -> int:
-    """Return the length of the framing before each payload, or 0 if the lengths differ or a framing may be damaged."""
+    """Return the length of the framing before each payload, or 0 if lengths differ or a framing may be damaged."""
     if place == "header" or (place == "auto" and header in map(_name, chain.from_iterable(headers))):
         return 0
     if not values or None in values:

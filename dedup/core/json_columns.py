@@ -7,9 +7,9 @@ the result might differ:
   with ``{`` and end with ``}``. The sequence ``}`` LF ``{`` can occur only between two values. Therefore, if the
   decoder returns as many structs as there are rows, each struct belongs to exactly one row.
 * msgspec accepts invalid UTF-8 in members that it skips, so the joined bytes must be valid UTF-8.
-* msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row.
-  A value is not read in columns if it contains an escape sequence that can spell a character of such a name.
-* A value that is long enough to be nested too deeply may have at most `MAX_DEPTH` opening brackets.
+* msgspec keeps the last of several members with the same name, so each name on a path may occur only once per row. A
+  value is not read in columns if it contains an escape sequence for a character of such a name.
+* A value that is long enough for excessive nesting may have at most `MAX_DEPTH` opening brackets.
 * An ID must be a string or a 64-bit integer.
 """
 
@@ -100,9 +100,9 @@ class JsonColumns:
     tree: _Node
     """The names on the paths, as a tree."""
     names: tuple[tuple[bytes, int], ...]
-    """Each name on a path in quotes, as it appears in a value, and in how many places on the paths it occurs."""
+    """Each name on a path in quotes, as in a value, and the number of places on the paths where the name occurs."""
     spelling: re.Pattern[bytes]
-    """The escape sequences that no value may contain, because a name on a path could be spelled with them."""
+    """The escape sequences that no value may contain, because they could spell a name on a path."""
 
     def decode(self, values: Sequence[bytes]) -> tuple[list[list[str | int]], list[int] | None]:
         """Return one column per ID path, and the column of event times.
@@ -118,7 +118,7 @@ class JsonColumns:
         rows = self._rows(joined) if objects and self._is_plain(joined) else None
         if rows is None or len(rows) != len(values):
             raise NotInColumns(self._odd_rows(joined, values))
-        # No member on a path may be repeated. Every row is known to have each of these members.
+        # No member on a path may be repeated. At this point, every row has each of these members.
         if not all(_occurs_at_most(joined, quoted, places * len(values)) for quoted, places in self.names):
             repeating = _rows_repeating(joined, values, self.tree)
             if repeating:
@@ -132,7 +132,7 @@ class JsonColumns:
         return (joined.isascii() or is_utf8(joined)) and (b"\\" not in joined or self.spelling.search(joined) is None)
 
     def _odd_rows(self, joined: bytes, values: Sequence[bytes]) -> list[int]:
-        """Return rows that cannot be read in columns even on their own. Values must have no white space around them."""
+        """Return rows that cannot be read in columns even on their own. Values must have no surrounding white space."""
         odd: list[int] = []
         plain = self._is_plain(joined) and max(map(len, values)) <= SHORT_BYTES
         decode = self.decoders[-1].decode  # it accepts everything that the other decoders accept
@@ -142,7 +142,7 @@ class JsonColumns:
             except DECODE_REFUSALS:
                 odd.append(row)
                 continue
-            # For most values, this expression saves the calls below.
+            # For most values, this expression makes the calls below unnecessary.
             certainly = plain or (value.isascii() and b"\\" not in value and len(value) <= SHORT_BYTES)
             if not certainly and (may_be_deep(value) or not self._is_plain(value)):
                 odd.append(row)
@@ -241,7 +241,7 @@ class _Node:
 
 
 def _are_objects(joined: bytes, values: Sequence[bytes]) -> bool:
-    """Return whether every value begins and ends like an object, and is certainly not nested too deeply."""
+    """Return whether every value begins and ends like an object and is certainly not nested too deeply."""
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     if lengths.min() == 0:
         return False

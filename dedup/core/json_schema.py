@@ -1,8 +1,8 @@
 """Finds the types that a member of a value can have according to a JSON Schema.
 
-The result says "any type" wherever this module does not evaluate the schema, so a missing type is certain. Evaluated
-are boolean schemas, `type`, `enum`, `const`, `$ref` within the document, `allOf`, `anyOf`, `oneOf`, `properties`,
-`additionalProperties`, `items`, `prefixItems`, and `additionalItems`.
+The result is "any type" wherever this module does not evaluate the schema, so a type that is not in the result is
+impossible. The module evaluates boolean schemas, `type`, `enum`, `const`, `$ref` within the document, `allOf`, `anyOf`,
+`oneOf`, `properties`, `additionalProperties`, `items`, `prefixItems`, and `additionalItems`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES: Final = {**{name: frozenset({name}) for name in _ANY - {_FRACTION}}, "nu
 _CONTAINERS: Final = frozenset({"array", "object"})
 _POSITION: Final = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 _DEEPEST: Final = 64
-"""The number of nested schemas and references after which a member may have any type."""
+"""The number of nested schemas and references after which a member is assumed to have any type."""
 
 
 def json_types(text: str, path: Path, time: FieldTime | None, *, containers: bool = False) -> dict[str, bool]:
@@ -149,7 +149,7 @@ def _property(schema: dict[str, Any], name: str) -> Any:  # noqa: ANN401 - any J
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
-    # Python's regular expressions differ from those of JSON Schema, so a pattern may match any name.
+    # Python's regular expressions differ from those of JSON Schema, so assume that a pattern matches any name.
     return True if schema.get("patternProperties") else schema.get("additionalProperties", True)
 
 

@@ -23,7 +23,7 @@ _Headers = Sequence[tuple[str, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class KeyFormat:
-    """The format of records' keys. The schema ID of a framed key is in the header or, without it, before the key."""
+    """The format of records' keys. A framed key's schema ID is in the header or, without a header, before the key."""
 
     fmt: Format
     """Any format except csv and bytes."""
@@ -57,7 +57,7 @@ def read_key(
             ref, payload = split("auto", key, headers, indexed=keys.indexed, header=KEY_HEADER)
         return keys.reader(ref, paths, zeros=zeros).read(payload)
     except Unreadable as refused:
-        # The readers report the faults of values. `format_name` is about the format of values, too.
+        # The readers word faults as faults of values. `format_name` is also about the format of values.
         detail = refused.detail.replace("the value's", "the key's").replace("the value", "the record's key")
         if detail == refused.detail and KEY_HEADER not in detail:
             detail = f"in the record's key, {detail}"
@@ -77,7 +77,7 @@ class KeyColumns:
         """False if keys can be read only one by one."""
 
     def __call__(self, keys: Sequence[bytes | None], headers: Sequence[_Headers]) -> list[list[str | int]]:
-        """Return one column per path. Raises NotInColumns with the rows that have anything but strings and integers."""
+        """Return one column per path. Raises NotInColumns with rows that have types other than string and integer."""
         payloads, refs = list(keys), [b""] * len(keys)
         if self._keys.fmt == "json_schema" or self._keys.schemas is not None:
             indexed = self._keys.indexed

@@ -26,7 +26,7 @@ MS_NS: Final = 1_000_000
 MANY: Final = 8
 """The minimum number of items for which searching for a run of equally long items is worthwhile."""
 INVALID_TIMESTAMP: Final = Refused("invalid timestamp")
-"""Stands for an item that has a timestamp type but does not contain a valid time."""
+"""Represents an item that has a timestamp type but contains no valid time."""
 _INT64: Final = 1 << 63
 _NAMES: Final = KeyCache(lambda name: text_key(name.decode()))
 
@@ -74,7 +74,7 @@ class MemberReader(ABC):
         """
 
     def at_once(self, values: Sequence[bytes]) -> list[list[Leaf]]:
-        """Return a batch's columns, much faster than `read` could, provided that all values have the most common form.
+        """Return a batch's columns, if all values have the most common form. This is much faster than `read`.
 
         Raises NotInColumns if any value must be passed to `read` instead. The default implementation always raises
         NotInColumns.
@@ -116,7 +116,7 @@ class MemberReader(ABC):
         return columns
 
     def leaves(self, found: list[Leaf]) -> list[Leaf]:
-        """Return the values, with `Refused` instead of each value whose type is not allowed for an ID or event time."""
+        """Return the values, with `Refused` in place of each value whose type an ID or event time cannot have."""
         ids = len(found) - self.has_time
         leaves: list[Leaf] = [Refused("timestamp", leaf) if isinstance(leaf, Instant) else leaf for leaf in found[:ids]]
         return leaves if self._time is None else [*leaves, time_leaf(found[ids], self._time.unit)]
@@ -151,7 +151,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def at_text(self) -> bool:
-        """Return whether the next item begins like a text."""
+        """Return whether the first byte of the next item is that of a text."""
 
     def member(self, members: dict[bytes, Tree], depth: int) -> None:
         """Read the key and the value of one member of a map, and add them to ``members``."""
@@ -194,8 +194,8 @@ class ItemReader(MemberReader):
         if fault is None:
             return self.leaves(found)
         try:
-            # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
-            # come last.
+            # If a value has several faults, all alternatives of an ID must report the same fault, so the ID's own
+            # faults come last.
             raise self._fault(value, self._without_ids, found) or fault
         finally:
             del fault  # otherwise, the exception and this frame would refer to each other
@@ -250,7 +250,7 @@ def runs_of(sizes: bytes) -> dict[int, re.Pattern[bytes]]:
     ``sizes`` has the same form as in `one_of`. Skipping a run of items with such a pattern is a hundred times as fast
     as skipping the items one by one.
     """
-    # The quantifier is possessive, because a run can have any number of items and the match never has to backtrack.
+    # The quantifier is possessive, because a run can have any number of items and a match never needs to backtrack.
     return {size: re.compile(b"(?s)(?:%s)++" % item) for size, item in one_of(sizes).items()}
 
 

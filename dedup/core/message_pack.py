@@ -1,14 +1,14 @@
 """Reads members of MessagePack values by path, from one value (`read`) or as columns from a batch (`columns`).
 
 A value is exactly one item, usually a map, with no bytes after it. The steps of a path are text keys of maps and
-indexes of arrays. Items that are not on a path are skipped without recursion and without allocating memory for
-declared lengths, so their depth and length are not limited.
+indexes of arrays. Items that are not on a path are skipped without recursion and without allocating memory for declared
+lengths, so their depth and length are unlimited.
 
-`columns` decodes values with msgspec, and uses `MessagePackReader.read` for values whose result might differ. If a map
+`columns` decodes values with msgspec, and uses `MessagePackReader.read` for values whose results might differ. If a map
 repeats a name, msgspec keeps only the last member with this name. Therefore, `columns` checks that the bytes of a batch
 contain each name on a path no more often than expected, and only in its shortest encoding. If this check fails,
-`columns` checks that msgspec finds as many different names in each map on a path as the map announces.
-Source: github.com/msgpack/msgpack/blob/master/spec.md.
+`columns` checks that msgspec finds as many different names in each map on a path as the map announces. Source:
+github.com/msgpack/msgpack/blob/master/spec.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _ITEM: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder()
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _MOST_QUICK_BYTES: Final = 1 << 14
-"""The maximum length of values whose content msgspec reads: keys with equal hashes make it take quadratic time."""
+"""The maximum length of values whose content msgspec reads, because keys with equal hashes take it quadratic time."""
 _PLAIN: Final = frozenset({str, int, float, bool, bytes, type(None)})
 _NAMES: Final = KeyCache(text_key)
 _MEMBERS: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
@@ -96,7 +96,7 @@ class _Columns(NamedTuple):
     members: tuple[Any, ...]
     """For each path, a function that returns the member at the path in a decoded value."""
     names: tuple[tuple[bytes, bytes, int], ...]
-    """Each name on a path, as its shortest encoding, the end of all longer encodings, and its number of places."""
+    """For each name on a path, its shortest encoding, the end of all longer encodings, and its number of places."""
     tree: dict[str, Any]
     """The names on the paths, each with the names below it or, at the end of a path, with the type of the member."""
     has_timestamps: bool
@@ -111,7 +111,7 @@ class _Columns(NamedTuple):
             rows = list(map(self.decoder.decode, values))
         except DECODE_REFUSALS:
             raise NotInColumns(_undecodable(self.decoder, values)) from None
-        # Every row is known to have each of these members.
+        # At this point, every row has each of these members.
         joined, count = b"".join(values), len(values)
         often = any(
             joined.count(shortest) > times * count or longer in joined for shortest, longer, times in self.names
@@ -126,7 +126,7 @@ class _Columns(NamedTuple):
 
 
 def _compiled(ids: Sequence[Path], time: FieldTime | None) -> _Columns | None:
-    """Return the decoder for columns, or None if there are no paths or msgspec cannot follow one of them."""
+    """Return the decoder for columns, or None without paths or if msgspec cannot follow a path."""
     paths = [*ids, *([] if time is None else [time.path])]
     if not paths:
         return None
@@ -167,7 +167,8 @@ def _undecodable(decoder: msgspec.msgpack.Decoder[Any], values: Sequence[bytes |
 
 
 def _repeating(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> list[int]:
-    """Return the rows in which a map on a path may repeat a name, because msgspec found too few different names.
+    """Return the rows in which a map on a path may repeat a name, because msgspec found fewer names than the map
+    announces.
 
     Every map must contain every name in ``tree``. This check takes as long as decoding the batch a second time.
     """
@@ -175,7 +176,7 @@ def _repeating(maps: Sequence[bytes | msgspec.Raw], tree: dict[str, Any]) -> lis
         members = list(map(_MEMBERS.decode, maps))
     except DECODE_REFUSALS:  # a map has a key that is not text
         return _undecodable(_MEMBERS, maps)
-    # msgspec keeps one of several members with the same name, however the name is encoded.
+    # msgspec keeps one of several members with the same name, regardless of the name's encodings.
     odd = [
         row
         for row, (each, one) in enumerate(zip(members, maps, strict=True))
@@ -289,7 +290,7 @@ class _Cursor(Cursor):
                 self.item(below)
 
     def at_text(self) -> bool:
-        """Return whether the next item begins like a text."""
+        """Return whether the first byte of the next item is that of a text."""
         first = self._value[self.at] if self.at < len(self._value) else _NIL
         return first & 0xE0 == _FIXSTR or first in _STR
 
@@ -416,7 +417,7 @@ def _extension(kind: int, content: bytes) -> Instant | Refused:
 
 
 class _NotPlain(Exception):
-    """Raised for an item that msgspec does not decode to what `_Cursor.tree` returns."""
+    """Raised for an item that msgspec does not decode to the result of `_Cursor.tree`."""
 
 
 def _plain(item: Any, depth: int) -> Tree:  # noqa: ANN401 - what msgspec decodes

@@ -1,8 +1,8 @@
 """Reads most rows of a batch column by column, and the other rows one by one.
 
-Reading in columns is fast, but a column reader refuses a batch if it might read any row wrongly. Rows that a column
-reader might misread are called odd. If the reader can name the odd rows, only these rows are read one by one, so one
-odd record among thousands adds little more than its own cost.
+Reading in columns is fast, but a column reader refuses a batch if the reader might misread any row. Such rows are
+called odd. If the reader can name the odd rows, only these rows are read one by one, so an odd record among thousands
+adds little more than its own cost.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ATTEMPTS: Final = 8
 """The maximum number of attempts to read columns. An attempt can reveal odd rows that the previous attempt could not.
 This many attempts take about as long as reading all rows one by one."""
 _FEW: Final = 16
-"""If at most this many rows are left, another attempt takes longer than reading them one by one."""
+"""If at most this many rows are left, another attempt takes longer than reading the rows one by one."""
 
 T = TypeVar("T")
 Pieces = list[tuple[Sequence[int], T]]
-"""Results of parts of a batch, each with the rows of its part. If a row is in two parts, the later one counts."""
+"""Results of parts of a batch, each with the rows of its part. If a row is in two parts, the later result counts."""
 
 
 class NotInColumns(Exception):
@@ -79,15 +79,17 @@ def refuse(odd: npt.NDArray[np.bool_]) -> None:
 
 
 def among(rows: slice | npt.NDArray[np.int64]) -> AbstractContextManager[None]:
-    """Convert positions in ``rows`` to batch positions if the body raises NotInColumns. A slice stands for all rows."""
+    """Convert positions in ``rows`` to batch positions if the ``with`` block raises NotInColumns. A slice means all
+    rows.
+    """
     return nullcontext() if isinstance(rows, slice) else _Among(rows)
 
 
 class _Among:
-    """What `among` returns for some of the rows.
+    """The context manager that `among` returns for some of the rows.
 
-    Since Python 3.12, a generator of `contextlib.contextmanager` that replaces an exception keeps it in a reference
-    cycle, and with it the whole batch.
+    Since Python 3.12, a generator of `contextlib.contextmanager` that replaces an exception keeps the exception, and
+    therefore the whole batch, in a reference cycle.
     """
 
     def __init__(self, rows: npt.NDArray[np.int64]) -> None:
@@ -102,7 +104,7 @@ class _Among:
 
 
 def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
-    """Return each batch row's position in the concatenated pieces, or -1 if the row is in none of them."""
+    """Return each batch row's position in the concatenated pieces, or -1 if no piece contains the row."""
     order = np.full(count, -1)
     begin = 0
     for rows, _ in pieces:
@@ -113,7 +115,7 @@ def in_order(count: int, pieces: Pieces[Any]) -> list[int]:
 
 
 def ordered(places: Sequence[int], parts: Iterable[Iterable[T]], lacking: T) -> list[T]:
-    """Merge the parts of a column, one per piece, using ``lacking`` for rows that are in no piece.
+    """Merge the parts of a column, one per piece, with ``lacking`` for rows that are in no piece.
 
     ``places`` is the result of `in_order`.
     """

@@ -1,10 +1,11 @@
 """Parses a Protobuf schema from a file or a schema registry into the message types that it defines.
 
-The parser keeps only what determines how values are encoded: the fields, their types, and their presence. The imported
-files are those that the schema refers to; `read_schema` finds those of a local file. The types in `_WELL_KNOWN` are
-built in. The parser ignores an import of any other file, and refuses a field whose type only such a file defines.
+The parser keeps only the parts that determine how values are encoded: the fields, their types, and their presence. The
+imported files are the files that the schema refers to; `read_schema` finds the imports of a local file. The types in
+`_WELL_KNOWN` are built in. The parser ignores imports of other files, and refuses a field whose type only such a file
+defines.
 
-Source: the language specifications of proto2 and proto3. The tests compare this parser with the one in protoc 33.
+Source: the language specifications of proto2 and proto3. The tests compare this parser with protoc 33.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _REPEATED: Final = 3
 _MOST_FAULTS: Final = 3
 """The maximum number of unusable imports that an error text names."""
 _WELL_KNOWN_FILES: Final = "google/protobuf/"
-"""The directory of the files whose types are known, and which no reference can replace."""
+"""The directory of the files whose types are built in. No reference can replace these files."""
 _CLOSING: Final = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -82,15 +83,16 @@ class Field:
     kind: str
     """A scalar type, or enum, message, group, map, or repeated."""
     has_presence: bool
-    """True if the encoding shows whether a field was set to its type's default value or not set at all."""
+    """True if the encoding distinguishes a field that was set to its type's default value from an unset field."""
     oneof: str = ""
     message: Message | None = None
     """The message type of the field, or None if the field is not a single message."""
     item: Field | None = None
-    """What a repeated field, a map, or a group consists of, or None for any other field.
+    """The element type of a repeated field, a map, or a group, or None for any other field.
 
-    This is an element of a repeated field, an entry of a map (a message with the fields `key` and `value`), or the
-    message of a group. It is None for a map whose types are not known or not allowed, because most readers skip maps.
+    The element is that of a repeated field, an entry of a map (a message with the fields `key` and `value`), or the
+    message of a group. The value is also None for a map whose types are unknown or not allowed, because most readers
+    skip maps.
     """
 
     @property
@@ -113,7 +115,7 @@ class Message:
     is_group: bool = False
 
     def nested_at(self, index: int) -> Message | None:
-        """Return the message type at an index, or None if there is none or if serializers disagree about the type.
+        """Return the message type at an index, or None if none has the index or if serializers disagree about the type.
 
         Confluent's Python serializer counts groups and the types of map entries, but its Java serializer does not.
         """
@@ -137,7 +139,7 @@ def parse_proto(schema: SchemaText) -> Message:
 
 @lru_cache(maxsize=256)
 def _parsed(schema: SchemaText) -> Message | str:
-    """Return the result of `parse_proto`, or the text of its error, so that errors are cached as well."""
+    """Return the result of `parse_proto`, or the text of its error. Both are cached."""
     try:
         return _parse(schema)
     except SchemaRefused as refused:
@@ -174,7 +176,7 @@ def _read(text: str, files: Mapping[str, _Types]) -> _Parser:
 
 
 def message_at(file: Message, indexes: tuple[int, ...]) -> Message:
-    """Return the message type with the given indexes. Raises SchemaRefused unless there is exactly one."""
+    """Return the message type with the given indexes. Raises SchemaRefused unless exactly one exists."""
     found: Message | None = file
     for index in indexes:
         found = None if found is None else found.nested_at(index)
@@ -190,11 +192,11 @@ ReadFile = Callable[[str], str]
 def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
     """Return a schema file, and the files that it imports if it is a .proto file and needs types of these files.
 
-    As protoc does with its option -I, an import is looked for in a directory that contains the importing file: first in
-    the file's own directory, then in the directory above, up to the directory of the topology file. An import that is
-    not found or cannot be used is left out, because many imports only define options. Raises OSError or
-    UnicodeDecodeError for a schema file that cannot be read, and SchemaRefused for one that is not .proto text, or that
-    cannot be parsed without the imports that cannot be used.
+    As protoc does with its option -I, the function looks for an import in the directories that contain the importing
+    file: first in the file's own directory, then in the directory above, up to the directory of the topology file. An
+    import that is not found or cannot be used is left out, because many imports only define options. Raises OSError or
+    UnicodeDecodeError if the schema file cannot be read. Raises SchemaRefused if the file is not .proto text, or cannot
+    be parsed without imports that were left out.
     """
     text = read_file(name)
     if not name.endswith(".proto"):
@@ -212,7 +214,7 @@ def read_schema(name: str, read_file: ReadFile) -> SchemaFile:
 
 
 def _directories(name: str) -> list[str]:
-    """Return the directories that contain a file, the nearest first, each as the beginning of a file's path."""
+    """Return the directories that contain a file, nearest first, each as the beginning of a file's path."""
     parts = name.split("/")[:-1]
     found = ["".join(f"{part}/" for part in parts[:most]) for most in range(len(parts), -1, -1)]
     return found[:-1] if name.startswith("/") else found
@@ -257,7 +259,7 @@ class _Imports:
                 self.unusable[path] = f"is not UTF-8 at byte {error.start}"
 
     def _text_of(self, path: str) -> str | None:
-        """Return the text of a file, or None if there is no such file."""
+        """Return the text of a file, or None if the file does not exist."""
         if path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise SchemaRefused("has a path that is absolute, or that contains .. or a null character")
         for root in self._roots:
@@ -308,7 +310,7 @@ class _Parser:
         self._tokens: Final = [*_tokens(text.removeprefix("\ufeff")), ("end", "", text.count("\n") + 1)]
         self._at = 0
         self._entries: Final[dict[str, tuple[str, ...]]] = {}
-        """Maps the type of a map's entries, as fields name it, to the types of the key and the value."""
+        """Maps the name by which fields refer to a map's entry type to the types of the key and the value."""
         self._proto3 = False
         self._package = ""
         self._numbers: Final[set[tuple[int, int]]] = set()
@@ -395,7 +397,7 @@ class _Parser:
         self._later.append(lambda: self._add(message, name, made, types, is_group=is_group))
 
     def _import(self, name: str, *, public: bool) -> None:
-        """Make the types of a file known."""
+        """Register the types of a file."""
         types = self._files.get(name, {})
         for full, found in types.items():
             if self.named.setdefault(full, found) is not found:

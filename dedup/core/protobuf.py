@@ -1,11 +1,11 @@
 """Reads members of Protobuf values by path, from one value (`ProtobufReader.read`) or as columns from a batch.
 
-`ProtobufCursor` reads the fields of one value, and protobuf_content.py reads whole values with it.
+`ProtobufCursor` reads the fields of one value, and protobuf_content.py uses it to read whole values.
 
 A value is the encoding of one message of a known type. `read` and `columns` skip the fields that are not requested.
 `ProtobufReader.columns` advances through all values of a batch together, tag by tag. If any value might be damaged,
 `columns` raises NotInColumns. The caller must then use `ProtobufReader.read` for the rows that the exception names, or
-for all rows if it names none. Source: "Encoding" and "Field Presence" of protobuf.dev.
+for all rows if the exception names none. Source: "Encoding" and "Field Presence" of protobuf.dev.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ VARINT, _FIXED64, SIZED, GROUP, END, FIXED32 = range(6)
 """The wire types."""
 _WIDTHS: Final = {_FIXED64: 8, FIXED32: 4}
 _MORE: Final = 0x80
-"""The bit of a byte that is set if another byte of the number follows."""
+"""The bit that is set in a byte if another byte of the number follows."""
 _MOST_TAG: Final = (1 << 32) - 1
 _OVER: Final = _MOST_TAG + 1
-"""Stands for the next tag of a message that has ended."""
+"""Represents the next tag of a message that has ended."""
 _ROWS_PER_STEP: Final = 16
 """After 64 free steps, `columns` gives up if its steps advance fewer values than this on average."""
 _LEAST_S: Final = -62_135_596_800
 _MOST_S: Final = 253_402_300_799
-"""The first and last seconds that `google.protobuf.Timestamp` allows, which are those of the years 1 to 9999."""
+"""The first and last seconds that `google.protobuf.Timestamp` allows, in the years 1 and 9999."""
 _SECOND_NS: Final = 10**9
 _MS_NS: Final = 1_000_000
 
@@ -79,7 +79,7 @@ def is_refused(type_name: str, time: FieldTime | None) -> bool:
 
 
 def fields_at(message: Message, path: Path) -> list[Field]:
-    """Return the fields along a path, up to the first step that the message does not have."""
+    """Return the fields along a path, up to the first step that the message lacks."""
     found: list[Field] = []
     below: Message | None = message
     for step in path:
@@ -92,7 +92,7 @@ def fields_at(message: Message, path: Path) -> list[Field]:
 
 
 def names_at(message: Message, path: Path) -> list[str]:
-    """Return the field names of the message at a path, or an empty list if there is no message."""
+    """Return the field names of the message at a path, or an empty list if the path has no message."""
     found = fields_at(message, path)
     below = found[-1].message if found else message
     return list(below.fields) if below is not None and len(found) == len(path) else []
@@ -101,7 +101,7 @@ def names_at(message: Message, path: Path) -> list[str]:
 def type_at(message: Message, path: Path) -> str | None:
     """Return the type at a path, or None if the message lacks the path.
 
-    At a repeated field, a map, or a group, the path ends, and the result is ``repeated``, ``map``, or ``group``.
+    A path ends at a repeated field, a map, or a group; the result is then ``repeated``, ``map``, or ``group``.
     """
     found = fields_at(message, path)
     if found and found[-1].kind in {"repeated", "map", "group"}:
@@ -158,7 +158,7 @@ class ProtobufReader:
         self._zeros: Final = zeros
         self.steps: Final[dict[int, _Step]] = {}
         self.texts: Final[list[bool]] = []
-        """Says for each slot whether it holds bytes instead of a number."""
+        """For each slot, whether the slot holds bytes instead of a number."""
         self.opened: Final[list[int]] = []
         """The slots that start with a default value."""
         self._columns: Final[list[_Column | None]] = [self._place(message, path, None) for path in ids]
@@ -166,7 +166,7 @@ class ProtobufReader:
             self._columns.append(self._place(message, time.path, time))
 
     def _place(self, message: Message, path: Path, time: FieldTime | None) -> _Column | None:
-        """Add the steps for a path, and return the path's column, or None if the message does not have the path."""
+        """Add the steps for a path, and return the path's column, or None if the message lacks the path."""
         name, fields = type_at(message, path), fields_at(message, path)
         if name is None:
             return None
@@ -201,8 +201,8 @@ class ProtobufReader:
         if fault is None:
             return found
         if self._without_ids is not None:
-            # If a value has several faults, all alternatives of an ID must report the same one, so the ID's own faults
-            # come last.
+            # If a value has several faults, all alternatives of an ID must report the same fault, so the ID's own
+            # faults come last.
             fault = self._without_ids.fault(value, found) or fault
         try:
             raise fault if isinstance(fault, Unreadable) else not_a_message(value, fault)
@@ -322,7 +322,9 @@ def _times_ms(seconds: _Raws, nanos: _Raws) -> list[int]:
 
 
 class ProtobufCursor:
-    """A read position in one Protobuf value. The methods advance it, and raise Damaged before they pass ``end``."""
+    """A read position in one Protobuf value. Methods advance the position, and raise Damaged instead of passing
+    ``end``.
+    """
 
     def __init__(self, value: bytes) -> None:
         self._value: Final = value
@@ -340,9 +342,9 @@ class ProtobufCursor:
     def field(self, number: int, wire: int, end: int, depth: int = 0) -> int | bytes:
         """Advance past a field's value, and return the value as a number or as bytes.
 
-        A group's value is everything between its two tags. If ``depth`` is not 0, the group is within the value of
-        another one, and the result is empty, so that no byte is copied once per level. Raises Unreadable if groups are
-        nested too deep.
+        A group's value is everything between its two tags. If ``depth`` is not 0, the group is nested in another
+        group's value, and the result is empty to avoid copying each byte once per level. Raises Unreadable if groups
+        are nested too deeply.
         """
         if wire == VARINT:
             return self.varint(end)
@@ -452,8 +454,8 @@ class _Batch:
     def walk(self, steps: Mapping[int, _Step], rows: _Longs, at: _Longs, ends: _Longs) -> None:
         """Read one message in each row of ``rows``, between the row's positions in ``at`` and ``ends``.
 
-        Each step advances the values whose next field has the lowest number. Serializers write fields in the order of
-        their numbers, so a value that lacks a field waits until the other values are past the field.
+        Each step advances the values whose next field has the lowest number. Serializers write fields in ascending
+        order of their numbers, so a value that lacks a field waits until the other values are past the field.
         """
         going = np.flatnonzero(at < ends)
         rows, at, ends = rows[going], at[going], ends[going]

@@ -1,18 +1,18 @@
 """Reads whole Protobuf values as canonical content, for IDs over the content of values.
 
-Two values have equal content if they are encodings of equal messages of one type. The full name of the type is part of
-the content. The members of a message are identified by field numbers, so renaming a field does not change the
-content. As in Protobuf's libraries, the last value of a field counts, the occurrences of a message merge, and a member
-of a oneof clears the other members. A field without presence is absent if it is zero or empty. A repeated field and a
-map are absent if they are empty. The content of an enum is its number.
+Two values have equal content if they encode equal messages of one type. The full name of the type is part of the
+content. The members of a message are identified by field numbers, so renaming a field does not change the content. As
+in Protobuf's libraries, the last value of a field counts, repeated occurrences of a message merge, and a member of a
+oneof clears the other members. A field without presence is absent if it is zero or empty. A repeated field and a map
+are absent if they are empty. The content of an enum is its number.
 
-Unknown fields are part of the content, unless the schema is pinned. A number that the schema does not define stands for
-the list of its values in the order of the encoding, each with the name of its wire type, such as `wire 0`. Source:
-"Encoding" and "Field Presence" of protobuf.dev.
+Unknown fields are part of the content, unless the schema is pinned. The content of an unknown field number is the list
+of its values in the order of the encoding, each with the name of its wire type, such as `wire 0`. Source: "Encoding"
+and "Field Presence" of protobuf.dev.
 
-A pinned schema may leave out fields, but must not make different values of a field equal. Therefore, its types must
-have room for all values of the payload's schema, which also decides which fields are members of a oneof. A field has
-presence if it has presence in one of the two schemas.
+A pinned schema may omit fields, but must not make different values of a field equal. Therefore, its types must have
+room for all values of the types in the payload's schema. The payload's schema also determines which fields are members
+of a oneof. A field has presence if it has presence in either schema.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], Tree]]] = {
     "double": lambda raw: _DOUBLE(raw.to_bytes(8, "little"))[0],
     "string": utf8,
 }
-"""Maps each scalar type to a function that decodes what `ProtobufCursor.field` returns (numbers as in protobuf.py)."""
+"""Maps each scalar type to a function that decodes the result of `ProtobufCursor.field` (numbers as in protobuf.py)."""
 _FAMILIES: Final[Mapping[str, tuple[str, int]]] = {
     "bool": ("varint", 1),
     **dict.fromkeys(("enum", "int32", "uint32"), ("varint", 32)),
@@ -76,7 +76,7 @@ _FAMILIES: Final[Mapping[str, tuple[str, int]]] = {
     **dict.fromkeys(("fixed64", "sfixed64"), ("fixed64", 64)),
     **dict.fromkeys(("string", "bytes"), ("bytes", 0)),
 }
-"""Maps types to how they are encoded, and to the number of bits. The types of one encoding can replace each other."""
+"""Maps each type to its encoding and its number of bits. Types with the same encoding can replace each other."""
 _WIRE_TYPES: Final = tuple(f"wire {wire}" for wire in range(6))
 _ANY_WIRE: Final = tuple(wire for wire in range(6) if wire != END)
 _KEY: Final = scalar_key(1)
@@ -85,7 +85,7 @@ _VALUE: Final = scalar_key(2)
 
 
 class _Members(dict[bytes, Tree]):
-    """The members of one message. If the message occurs again, the members of both are merged."""
+    """The members of one message. If the message occurs again, the members of both occurrences are merged."""
 
     __slots__ = ("_chosen",)
 
@@ -94,7 +94,7 @@ class _Members(dict[bytes, Tree]):
         self._chosen: dict[str, bytes] | None = None  # most messages have no oneof, so this saves memory
 
     def choose(self, oneof: str, key: bytes) -> None:
-        """Remove the member of a oneof that was set before another one."""
+        """Record the chosen member of a oneof, and remove the member that was set before."""
         if self._chosen is None:
             self._chosen = {}
         before = self._chosen.get(oneof, key)
@@ -108,13 +108,13 @@ class _Scalar:
     """The type of a number, a text, or bytes."""
 
     wires: tuple[int, ...]
-    """The wire types that a field of this type may have. The first one is that of a single value."""
+    """The wire types that a field of this type may have. The first wire type is that of a single value."""
     value: Callable[[Any], Tree]
 
     def read(self, cursor: _ContentCursor, wire: int, end: int, _depth: int, _before: object) -> Tree:
-        """Return the value of a field, which may change ``before``, the value that the message has for the field.
+        """Return the value of a field. The method may change ``before``, the field's current value in the message.
 
-        ``end`` and ``depth`` are those of the message. ``before`` is None if it has no value yet.
+        ``end`` and ``depth`` are those of the message. ``before`` is None if the field has no value yet.
         """
         return self.value(cursor.field(0, wire, end))
 
@@ -163,7 +163,7 @@ class _Map:
     table: _Table
     no_key: Tree
     no_value: Tree
-    """The value of an entry without a value, or None if it is a message."""
+    """The value of an entry without a value, or None if the map's values are messages."""
 
     def read(self, cursor: _ContentCursor, _wire: int, end: int, depth: int, before: object) -> Tree:
         found: dict[bytes, Tree] = before if isinstance(before, dict) else {}
@@ -172,14 +172,14 @@ class _Map:
         entry[_VALUE] = _Members() if self.no_value is None else self.no_value
         cursor.walk(self.table, entry, cursor.sized_end(end), deeper(depth))
         key, value = cast("Scalar", entry.pop(_KEY)), entry.pop(_VALUE)
-        # What is left is unknown. Records that differ only there must not become duplicates.
+        # The remaining members are unknown fields. Records that differ only in these fields must not become duplicates.
         found[scalar_key(key)] = TypedValue("entry", [value, entry]) if entry else value
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """The type of a member of a oneof that the pinned schema has without this member."""
+    """The type of a oneof member that the pinned schema lacks, although it has another member of the oneof."""
 
     wires: tuple[int, ...]
     name: str
@@ -199,7 +199,7 @@ class _Member:
     key: bytes
     type: _Scalar | _Nested | _List | _Map | _Other
     is_kept: bool
-    """Says whether the field is present if its value is zero or empty."""
+    """Whether the field is present if its value is zero or empty."""
     oneof: str
 
 
@@ -212,10 +212,10 @@ class _ContentCursor(ProtobufCursor):
         super().__init__(value)
         self._keeps_unknown: Final = keeps_unknown
         self.has_others = False
-        """Says whether the value has a member whose type is `_Other`, even if a later member has cleared it."""
+        """Whether the value has a member whose type is `_Other`, even if a later member has cleared this member."""
 
     def walk(self, table: _Table, found: _Members, end: int, depth: int, group: int = 0) -> None:
-        """Add the fields of a message to ``found``. The message ends at ``end`` or with the tag of its group's end."""
+        """Add the fields of a message to ``found``. The message ends at ``end`` or at its group's end tag."""
         while self.at < end or group:
             number, wire = self.tag(end)
             if wire == END:
@@ -242,11 +242,13 @@ class _ContentCursor(ProtobufCursor):
 
 
 _Pair = tuple[Message, Message]
-"""The message type with which values are read, and the type in their own schema. If none is pinned, both are equal."""
+"""The message type with which values are read, and the type in their own schema. Without a pinned schema, both are
+equal.
+"""
 
 
 class _Tables:
-    """Makes the table of a message type, and those of the types that it contains, which may include itself."""
+    """Creates the tables of a message type and of the types that it contains. A type may contain itself."""
 
     def __init__(self) -> None:
         self._made: Final[dict[_Pair, _Table]] = {}
@@ -255,7 +257,7 @@ class _Tables:
     def of(self, root: Message, written: Message) -> _Table:
         """Return the table of a message type, given the type of the values' own schema.
 
-        Raises SchemaRefused if a type is not known, or if it has no room for all values of a field.
+        Raises SchemaRefused if a type is unknown, or has no room for all values of a field.
         """
         found = self._table(root, written)
         while self._due:
@@ -278,7 +280,7 @@ class _Tables:
                 yield each.number, _Member(scalar_key(each.number), other, is_kept=True, oneof=each.oneof)
 
     def _table(self, message: Message, written: Message) -> _Table:
-        """Return a table that is filled later, so that a long chain of types needs no deep recursion."""
+        """Return a table that is filled later, so that a long chain of types causes no deep recursion."""
         pair = message, written
         if pair not in self._made:
             self._made[pair] = {}
@@ -310,7 +312,7 @@ class _Tables:
 
 
 def _value_of(kind: str, own: str) -> Callable[[Any], Tree]:
-    """Return a function that decodes a value of the type ``own``, without bits that it lacks, as one of ``kind``."""
+    """Return a function that decodes a value of type ``own`` as type ``kind``, and drops bits that ``own`` lacks."""
     value, own_value = _VALUES[kind], cast("Callable[[Any], int]", _VALUES[own])
     if kind == own or _FAMILIES.get(own, ("", 0))[0] not in {"varint", "zigzag"}:
         return value
@@ -318,7 +320,7 @@ def _value_of(kind: str, own: str) -> Callable[[Any], Tree]:
 
 
 def _has_room(pinned: Field, written: Field) -> bool:
-    """Return whether different values of a field stay different if they are read with the field of a pinned schema."""
+    """Return whether different values of a field stay different when they are read with a pinned schema's field."""
     if pinned.kind == "repeated":
         one = written.item if written.kind == "repeated" else written
         return one is not None and pinned.item is not None and _has_room(pinned.item, one)
@@ -347,7 +349,7 @@ def _zero(each: Field) -> Tree:
 
 
 def _without(message: Message, exclude: Excluded) -> Without:
-    """Return the members to leave out of a message. Paths that the message does not have add nothing."""
+    """Return the members to leave out of a message. Paths that the message lacks add nothing."""
     found: dict[bytes | int, Without | None] = {}
     for step, below in exclude.items():
         each = message.fields.get(step) if isinstance(step, str) else None
@@ -374,7 +376,7 @@ def _without_in(each: Field, exclude: Excluded) -> Without:
 
 
 def has_member(message: Message, path: Path) -> bool:
-    """Return whether messages of a type can have something at an excluded path, so that it can be left out."""
+    """Return whether messages of a type can have a member at an excluded path."""
     below: Without | None = _without(message, excluded((path,)))
     while below:
         (below,) = below.values()
@@ -382,7 +384,7 @@ def has_member(message: Message, path: Path) -> bool:
 
 
 def _leave_out(tree: Tree, without: Without) -> None:
-    """Remove members, elements, and entries. A repeated field or a map that becomes empty is absent, like any other."""
+    """Remove members, elements, and entries. A repeated field or a map that becomes empty then counts as absent."""
     steps: list[Any] = []
     if isinstance(tree, dict):
         steps = [step for step in without if step in tree]
@@ -399,7 +401,7 @@ def _leave_out(tree: Tree, without: Without) -> None:
 
 
 def _refuse_others(tree: Tree | _Other) -> None:
-    """Raise Unreadable if a value is of a kind that the pinned schema does not have."""
+    """Raise Unreadable if a value has a oneof member that the pinned schema lacks."""
     if isinstance(tree, _Other):
         said = f"{tree.name[:64]} is set, a member of a oneof that the pinned schema has without this member"
         raise Unreadable("schema_unresolvable", f"the value's schema cannot be read as the pinned schema: {said}")
@@ -408,7 +410,7 @@ def _refuse_others(tree: Tree | _Other) -> None:
 
 
 def _pinned(written: Message, pinned: SchemaText) -> Message:
-    """Return the message type of the pinned schema that has the name of the type of the values."""
+    """Return the message type of the pinned schema that has the same name as the type of the values."""
     try:
         due = [parse_proto(pinned)]
     except SchemaRefused as refused:
@@ -427,13 +429,13 @@ def protobuf_content(
 ) -> Content:
     """Return a function that returns the canonical content of a payload, without the members at the excluded paths.
 
-    ``schema`` and ``indexes`` name the message type of the payload. ``pinned`` is .proto text: if it is given, the
-    message type with the same full name in this text replaces the payload's own, and unknown fields are not part of the
-    content. The function raises Unreadable if the payload is not one message of the type, even if only an excluded
-    member is damaged. It also raises Unreadable if a oneof of the payload has a member that the pinned schema lacks,
-    and the pinned schema has another member of this oneof, because the payload is then another kind of event. Raises
-    SchemaRefused if a schema is invalid or lacks the type, or if the pinned schema has a field whose type has no room
-    for all values of the payload's schema.
+    ``schema`` and ``indexes`` identify the message type of the payload. If ``pinned``, which is .proto text, is given,
+    the message type with the same full name in this text replaces the payload's own type, and unknown fields are not
+    part of the content. The function raises Unreadable if the payload is not one message of the type, even if only an
+    excluded member is damaged. The function also raises Unreadable if a oneof of the payload has a member that the
+    pinned schema lacks, although the pinned schema has another member of this oneof, because the payload is then
+    another kind of event. Raises SchemaRefused if a schema is invalid or lacks the type, or if the pinned schema has a
+    field whose type has no room for all values of the payload's schema.
     """
     written = message_at(parse_proto(schema), indexes)
     message = written if pinned is None else _pinned(written, pinned)

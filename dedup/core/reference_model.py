@@ -13,14 +13,14 @@ from typing import Final, Literal, NamedTuple
 from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
 
 Feed = tuple[int, int]
-"""A source partition, as the position of its topic in ``source.topics`` and the partition number."""
+"""A source partition: the position of its topic in ``source.topics``, and the partition number."""
 
 ModelFault = Literal["missing_id", "unreadable", "tombstone", "bad_time"]
 
 Kind = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "marker", "fail"]
 """``exempt`` means that a policy forwards the record without judging it, because it has no ID or a null value.
-``marker`` stands for an idle marker instead of a record. ``fail`` means that the worker stops at the record, so
-``fail`` is always the last verdict.
+``marker`` is for an idle marker, which is not a record. ``fail`` means that the worker stops at the record, so ``fail``
+is always the last verdict.
 """
 
 _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
@@ -49,9 +49,9 @@ class ModelRecord(NamedTuple):
     fingerprint: bytes = b""
     fault: ModelFault | None = None
     ceiling_ms: int | None = None
-    """The greatest event time that was accepted when this record was judged, or None if there was no limit."""
+    """The greatest event time that was accepted when this record was judged, or None without a limit."""
     idle: bool = False
-    """True for an idle marker, which is not a record but says that the feed has no more records for now."""
+    """True for an idle marker, which is not a record but shows that the feed currently has no more records."""
 
 
 class ModelVerdict(NamedTuple):
@@ -59,7 +59,7 @@ class ModelVerdict(NamedTuple):
 
     kind: Kind
     time_ms: int
-    """The event time that was used for the verdict, which is ``ceiling_ms`` if a future time was clamped."""
+    """The event time by which the record was judged, which is ``ceiling_ms`` if a future time was clamped."""
     stream_time_ms: int
     """Stream time after this record."""
     of: Sighting | None = None

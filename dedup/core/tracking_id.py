@@ -19,8 +19,8 @@ Equal IDs have equal canonical bytes. The encoding never changes. Canonical byte
 
 The sightings of an ID are stored under the ID's state key. If the canonical bytes are at most 32 bytes long, they are
 the state key. Otherwise, the state key is the byte ``00`` followed by the BLAKE2b-256 digest of the canonical bytes. No
-canonical bytes begin with ``00``. Therefore, no short ID has the same state key as a long ID, and nobody can suppress
-an event by choosing such an ID.
+canonical bytes begin with ``00``. Therefore, no short ID has the same state key as a long ID, so nobody can suppress an
+event by choosing such an ID.
 """
 
 from __future__ import annotations
@@ -205,7 +205,9 @@ class SchemaFile:
     """The name of the file as written in the topology file."""
     text: str
     imports: tuple[tuple[str, str], ...] = ()
-    """The names and texts of the files that a .proto file imports, directly or not, each after those it imports."""
+    """The names and texts of the files that a .proto file imports, directly or not. Each file comes after its own
+    imports.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +230,10 @@ IdFunction = Callable[[bytes | None, bytes | None, Sequence[tuple[str, bytes | N
 
 @dataclass(frozen=True, slots=True)
 class CodeRule:
-    """The rule that a user's function returns the ID: a string, bytes, an integer, or None if there is no ID.
+    """The rule that a user's function returns the ID: a string, bytes, an integer, or None for no ID.
 
-    The function must depend only on its arguments. The name and the version identify what the function does: if the
-    function starts to return different IDs, it needs a new version.
+    The function must depend only on its arguments. The name and the version identify the function's behavior, so a
+    function that starts to return different IDs needs a new version.
     """
 
     name: str
@@ -240,7 +242,7 @@ class CodeRule:
     load: Callable[[], IdFunction] = field(compare=False, repr=False)
     """Imports and returns the function. Raises TopologyError if the function cannot be loaded."""
     digest: str = field(default="", compare=False)
-    """The digest of the module next to the topology file, or an empty string if there is no such module."""
+    """The digest of the module next to the topology file, or an empty string if no such module exists."""
     file: str = field(default="the topology", compare=False)
     """The name of the topology file, for error messages."""
 
@@ -277,12 +279,12 @@ def alternatives_of(rule: Rule) -> tuple[Alternative, ...]:
 
 
 def code_rules(rule: Rule) -> tuple[CodeRule, ...]:
-    """Return the alternatives that call a user's function. A rule without alternatives is its own only alternative."""
+    """Return the alternatives that call a user's function. A rule without alternatives counts as one."""
     return tuple(each for each in alternatives_of(rule) if isinstance(each, CodeRule))
 
 
 def key_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members of the key that the ID is made of, in the order of the rule."""
+    """Return the paths of the members of the key that form the ID, in the order of the rule."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in key_paths(each)))
@@ -295,7 +297,7 @@ def key_paths(rule: Rule) -> tuple[Path, ...]:
 
 
 def member_paths(rule: Rule) -> tuple[Path, ...]:
-    """Return the paths of the members of the value that the ID is made of, in the order of the rule."""
+    """Return the paths of the members of the value that form the ID, in the order of the rule."""
     match rule:
         case FirstOfRule(alternatives):
             return tuple(dict.fromkeys(path for each in alternatives for path in member_paths(each)))
@@ -319,7 +321,7 @@ def needs_value(rule: Rule) -> bool:
 def has_key(rule: Rule) -> bool:
     """Return whether records with equal IDs always have equal keys, provided that IDs are not normalized.
 
-    Keys with an equal member may differ, even only in the schema ID of their framing.
+    Keys with an equal member may differ, for example in the schema ID of their framing.
     """
     return all(
         isinstance(each, KeyRule) or (isinstance(each, PartsRule) and Part(KeyRule()) in each.parts)
@@ -338,7 +340,7 @@ class TrackingId:
     `instant`, the last step, converts RFC 3339 strings to instants, and leaves other strings unchanged.
     """
     zeros: bool = False
-    """Whether a Protobuf field without presence that was not sent has its type's default value, or is missing."""
+    """Whether an unsent Protobuf field without presence has its type's default value or is missing."""
 
 
 def state_key(canonical: bytes) -> bytes:
@@ -425,8 +427,8 @@ _LONG_CHARS: Final = 1_000
 def _nfc(text: str) -> str:
     """Normalize a string to NFC in linear time.
 
-    `unicodedata.normalize` sorts each run of combining marks with an insertion sort, which would take minutes for a
-    million marks. Therefore, the marks of long strings are decomposed and sorted beforehand (UAX #15, section 1.3).
+    `unicodedata.normalize` sorts each run of combining marks by insertion, which would take minutes for a million
+    marks. Therefore, the marks of long strings are decomposed and sorted beforehand (UAX #15, section 1.3).
     """
     if len(text) > _LONG_CHARS:
         decomposed = chain.from_iterable(unicodedata.normalize("NFD", char) for char in text)
@@ -444,7 +446,7 @@ _STEPS: Final[Mapping[str, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies all steps except `instant` to a string, or None if there are no such steps."""
+    """Return a function that applies all steps except `instant` to a string, or None without such steps."""
     functions = [_STEPS[step] for step in steps if step != "instant"]
     if not functions:
         return None
@@ -462,8 +464,7 @@ def id_text(key: bytes) -> str | None:
 
     In a composite ID, ``{}`` stands for an absent part.
 
-    Bytes that are not UTF-8 become replacement characters, so `dedup lookup` cannot find such an ID by the returned
-    string.
+    Bytes that are not UTF-8 become replacement characters, so `dedup lookup` cannot find such an ID by the result.
     """
     tag, body = key[:1], key[1:]
     if tag == ALTERNATIVE:

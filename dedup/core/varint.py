@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dedup.core.odd_rows import NotInColumns, refuse
 
 PADDING: Final = bytes(16)
-"""The bytes that follow the last value of a batch, so that a truncated number can be read before it is refused."""
+"""The bytes after the last value of a batch, so that a truncated number can be read before it is refused."""
 _BITS: Final = 64
 _BYTES: Final = 10
 _LOW: Final = 0x7F
@@ -24,7 +24,7 @@ _Longs = npt.NDArray[np.int64]
 
 
 class Damaged(Exception):
-    """Raised if a value does not have the expected format. The message says why, but does not reveal the payload."""
+    """Raised if a value does not have the expected format. The message does not reveal the payload."""
 
 
 def varint(value: bytes, at: int, end: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Decides from the sightings of an ID whether a record is a duplicate.
+"""Determines the verdict on a record from the sightings of the record's ID.
 
 A *sighting* records that an ID was seen at event times from ``first`` to ``last``. The verdict on a record depends on
 its event time ``t``, and on stream time ``s``, which the record itself may have advanced:
@@ -7,12 +7,12 @@ its event time ``t``, and on stream time ``s``, which the record itself may have
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-`Window.decide` applies this rule to records whose IDs have sightings. `fold.py` applies it to all others
-(`_Judging.run`), and decides the simplest cases (an ID with one sighting) itself.
+`Window.decide` applies this rule to records whose IDs have sightings. `fold.py` applies the rule to all other records,
+and also to the simplest case, an ID with one sighting (`_Judging.run`).
 
 A record exactly one guard period after a sighting is a new event. The retention is the guard period plus the grace, so
 every sighting that could make a record with ``t >= s - grace`` a duplicate is still stored. The bound on ``last`` makes
-the verdict independent of when old sightings are dropped.
+the verdict independent of the time at which old sightings are dropped.
 
 The deduplication rule comes from KIP-655 (windowed distinct), but applies both forward and backward in time, as in the
 window-store recipe for Kafka Streams.
@@ -85,7 +85,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How long, in stream time, a sighting counts after its end: the guard period plus the grace."""
+        """How long, in stream time, a sighting counts after its end, which is the guard period plus the grace."""
         return self.guard_ms + self.grace_ms
 
     @property
@@ -112,7 +112,7 @@ class Window:
             distance_ms = max(seen.first_ms - time_ms, time_ms - seen.last_ms, 0)
             if distance_ms >= self.guard_ms:
                 continue
-            # Of two sightings at the same distance, the smaller one counts, so that all engines agree.
+            # If two sightings are equally close, the smaller one counts, so that all engines agree.
             if nearest is None or (distance_ms, seen) < (nearest_ms, nearest):
                 nearest, nearest_ms = seen, distance_ms
         if nearest is not None:
@@ -133,9 +133,10 @@ class Window:
 
 # With one feed, stream time is the greatest judged event time. A repartition topic has many source partitions as feeds,
 # and stream time is then the smallest of the feeds' greatest event times, like a watermark. Otherwise, all records of
-# slower partitions would be late while a backlog is processed. A feed without a judged record keeps stream time at
-# BEFORE_ALL_TIME. A feed that is marked idle is ignored until its next record. A partition that was added to a source
-# topic is ignored until its first record, so it cannot hold back a task that gets none of its records.
+# slower partitions would be late during the processing of a backlog. A feed without a judged record keeps stream time
+# at BEFORE_ALL_TIME. A feed that is marked idle is ignored until its next record. A partition that was added to a
+# source topic is ignored until its first record, so that the partition cannot hold back a task that gets none of the
+# partition's records.
 
 
 class Feed(NamedTuple):
@@ -186,8 +187,8 @@ class StreamTime:
         """Return the stream time at each record, and the stream time after all records.
 
         Each record is a tuple of its feed, its event time (None if the record is not judged), and whether the record is
-        an idle marker. A feed that is not known yet, because its partition was added after the start, counts as idle
-        until its first record.
+        an idle marker. An unknown feed, whose partition was added after the start, counts as idle until its first
+        record.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

@@ -1,11 +1,11 @@
 """Implements `dedup spark audit`, which runs the checks of `dedup verify` on Spark and can also judge the historical
 records that seeded a fleet.
 
-The audit judges the source records with `batch_verdicts.judged` and computes which records the topics should contain.
-The audit then compares the digests of the expected records with the digests of the records in the topics. A record that
-occurs less often than expected counts as lost, a record that occurs more often counts as duplicated, and an unexpected
-record counts as a phantom. If the topics no longer contain the records that would prove a verdict, the audit counts the
-judged record as not provable, never as correct.
+The audit judges the source records with `batch_verdicts.judged`, and determines which records the topics should
+contain. The audit then compares the digests of the expected records with the digests of the actual records. A record
+that occurs less often than expected counts as lost, a record that occurs more often counts as duplicated, and an
+unexpected record counts as a phantom. If the topics no longer contain the records that would prove a verdict, the audit
+counts the judged record as not provable, never as correct.
 
 Each finding is a row with the columns `kind`, `place`, `text`, and `number` (the number of records). `kind` is
 `not_provable` or one of `verify.report.MEANINGS`.
@@ -72,9 +72,9 @@ def audit(
 
     ``history`` contains the historical records that seeded the fleet, if they came from files. ``begins`` maps each
     source partition to the fleet's start offset. ``begins`` is required if the topology sets `start: latest` and
-    neither a seed nor `dedup reset` recorded the start offsets. Raises StateIncompatible if there is nothing to audit
-    or if retention deletes records during the audit. Raises SettingsError if the fleet's start offsets are unknown, and
-    BrokerUnavailable if no broker responds.
+    neither a seed nor `dedup reset` recorded the start offsets. Raises StateIncompatible if the topics contain nothing
+    to audit, or if retention deletes records during the audit. Raises SettingsError if the fleet's start offsets are
+    unknown, and BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -219,7 +219,7 @@ def _place(topic: str, partition: str, offset: str) -> Column:
 def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
     """Yield findings about individual records: unprovable verdicts, and errors in the late and dead-letter topics."""
     live, here = "NOT pending AND NOT history", _shown("source")
-    # Only the broker, a worker's clock, or the registry can explain a dead letter with one of these three reasons.
+    # Dead letters with these three reasons depend on the broker, a worker's clock, or the registry, not on the record.
     refused, by_clock, unknown = (
         f"{live} AND verdict = 'dead_letter' AND reason = '{why}'"
         for why in (REFUSED_BY_THE_BROKER, FUTURE, SCHEMA_UNKNOWN)
@@ -235,10 +235,10 @@ def _row_findings(cut: AuditCut, sides: Sides, rows: DataFrame) -> Iterator[Data
     ]
     for verdict, topic in sides.topics.items():
         claims += _side_claims(cut, topic, verdict)
-    # This filter drops nearly all rows; for each dropped row, all claims would be false.
+    # This filter drops nearly all rows. All claims are false for every dropped row.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
-        # Spark evaluates a Python function before the claim, so the function's result needs a column of its own.
+        # Spark evaluates a Python function before the claim, so the function's result needs its own column.
         words = fn.udf(lambda value: stand_in(value).decode(), "string")
         standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
         there = cut.log.withColumn("source", path()).join(standing, "source")
@@ -296,16 +296,16 @@ def _pairs(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Count how often each record's digest is expected in a topic, and how often it occurs there.
 
     The result has one row for each combination of `topic`, `scope` (the part of the topic that may contain the digest),
-    and `digest`. `sure` counts records that must be in the topic, and `may` counts records that are allowed but not
-    required there. `times` counts records found in the topic, and `originals` counts expected records whose verdict is
-    unique, duplicate, or conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and
-    `partition` and `offset` locate a record found in the topic.
+    and `digest`. `sure` counts records that the topic must contain, and `may` counts records that it may contain.
+    `times` counts records found in the topic, and `originals` counts expected records whose verdict is unique,
+    duplicate, or conflict. `task` and `at` locate an expected record, `late_at` locates a late record, and `partition`
+    and `offset` locate a record found in the topic.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
     parts = [cut.spark.createDataFrame([], _COMPARED)]
     if topology.output is not None and cut.partitions[topology.output.topic]:
-        # A record that is in a side topic by mistake is reported for that topic, not for the output.
+        # A record that a side topic contains by mistake is reported for that topic, not for the output.
         elsewhere = fn.expr("coalesce(times_late, 0) + coalesce(times_dead_letter, 0) > 0")
         sure, may = fn.col("forwards") & ~elsewhere & settled, ~settled & (fn.col("verdict") != "dead_letter")
         task, partition = (fn.col(name) if topology.direct else zero for name in ("task", "partition"))
@@ -411,7 +411,7 @@ def _differences(
 
 
 def _order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return a finding for each output record that is out of log order, ignoring records that occur more than once."""
+    """Return a finding for each output record that is out of log order, except records that occur more than once."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where(f"topic = '{topic}' AND sure = 1 AND times = 1")

@@ -42,8 +42,8 @@ _DIGITS: Final = 32
 class AuditCut:
     """The range of offsets that an audit reads in each partition, and the records that the fleet judged.
 
-    Raises StateIncompatible if there is nothing to audit, SettingsError if the fleet's start offsets are unknown, and
-    BrokerUnavailable if a transaction of a topic that the fleet writes to stays open.
+    Raises StateIncompatible if the topics contain nothing to audit, SettingsError if the fleet's start offsets are
+    unknown, and BrokerUnavailable if a transaction stays open in a topic that the fleet writes to.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AuditCut:
         self.topology: Final = topology
         self._settings: Final = settings
         with KafkaReader(settings) as reader:
-            # As in `verify.cut.Cut`, the bounds of all topics but the source topics begin at the last `dedup reset`.
+            # As in `verify.cut.Cut`, the bounds of all topics except the source topics begin at the last `dedup reset`.
             self.partitions, self.committed, bounds, resets = offsets_of(topology, reader, report)
             self.bounds: Final = _settled(reader, bounds, topology.source.topics)
             self.begun_with: Final = begun_with(topology, reader)
@@ -75,7 +75,7 @@ class AuditCut:
         self.log_topic: Final = topology.feeding_topics[0]
         self.begins: Final = {self.log_topic: self.lows(self.log_topic)} | starts
         """Maps the log topic and each source topic to the offsets where the fleet began."""
-        # If future times are clamped, the output's timestamps come from the worker's clock.
+        # If a topology clamps future times, the output's timestamps come from the worker's clock.
         self.stamped: Final = topology.future is not OnFuture.CLAMP and not by_broker
         """Whether the output keeps the source's timestamps."""
         self.size_bytes: Final = RECORD_BYTES * sum(
@@ -143,11 +143,11 @@ class AuditCut:
         return not any(each.start_deleted for each in self.bounds[topic].values())
 
     def lows(self, topic: str) -> dict[int, int]:
-        """Return, for each partition of a topic, the lowest offset that the audit reads."""
+        """Map each partition of a topic to the lowest offset that the audit reads."""
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def ends(self, topic: str) -> dict[int, int]:
-        """Return, for each partition of a topic, the first offset that the fleet might not have judged."""
+        """Map each partition of a topic to the first offset that the fleet might not have judged."""
         return self.begins[topic] | self.committed[topic]
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
@@ -199,8 +199,8 @@ class AuditCut:
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:
         """Return a seed's history without the records that `dedup spark seed` rejected because of future event times.
 
-        An audit accepts any future event time. If the history still contained a record that the seed rejected, this
-        record would advance stream time and make later records late.
+        An audit accepts any future event time. A record that the seed rejected would therefore advance stream time and
+        make later records late.
         """
         if self._mark is None or self.topology.future is not OnFuture.DEAD_LETTER:
             return history
@@ -214,8 +214,8 @@ def _settled(
 ) -> dict[str, dict[int, Bounds]]:
     """Return the bounds that can be read: a source partition ends where its first open transaction began.
 
-    A fleet cannot have judged the records after that. In the other topics, records that the fleet has committed may be
-    hidden. Raises BrokerUnavailable if they stay hidden.
+    A fleet cannot have judged records after that offset. In the other topics, open transactions may hide records that
+    the fleet has committed. Raises BrokerUnavailable if these records stay hidden.
     """
     ends = {topic: {at: each.high for at, each in part.items()} for topic, part in bounds.items()}
     refuse_open(reader, {topic: part for topic, part in ends.items() if topic not in sources})
@@ -243,11 +243,11 @@ def path() -> Column:
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
-    """Return a 128-bit digest of a record's key, value, headers, and timestamp; null and empty values have different
+    """Return a 128-bit digest of a record's key, value, headers, and timestamp. Null and empty values have different
     digests.
 
-    The digest is a truncated SHA-256 hash. With a fast checksum instead, an attacker could hide a change by
-    constructing a collision.
+    The digest is a truncated SHA-256 hash. With a faster checksum, an attacker could hide a change by constructing a
+    collision.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -295,9 +295,9 @@ class Sides(NamedTuple):
     topics: Mapping[str, str]
     """Maps a verdict to its topic."""
     records: DataFrame
-    """One row for each `source`. For each topic, a column such as `times_late` counts the records of this source
-    record, and a struct such as `late` contains the first of them. `refused` is true if only the broker, a worker's
-    clock, or the schema registry can explain the dead letter.
+    """One row for each `source`. For each topic, a column such as `times_late` counts the topic's records that name
+    this source record, and a struct such as `late` contains the first of these records. `refused` is true if only the
+    broker, a worker's clock, or the schema registry can explain the dead letter.
     """
     with_stand_ins: tuple[str, ...]
     """Verdicts whose topics contain a record with a digest in place of the value."""
@@ -305,7 +305,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(cut: AuditCut) -> Sides:
-    """Return the records of the late and dead-letter topics; the caller must unpersist `Sides.records`."""
+    """Return the records of the late and dead-letter topics. The caller must unpersist `Sides.records`."""
     topology = cut.topology
     topics = {"late": topology.late.topic} if isinstance(topology.late, LateTo) else {}
     topics |= {"dead_letter": topology.dead_letter}
@@ -337,7 +337,7 @@ def expected(cut: AuditCut, sides: Sides) -> DataFrame:
     """Return every record in the log with its verdict, its expected digests, and its copies in side topics.
 
     For some dead letters, the reason depends on the broker, a worker's clock, or the schema registry, and not on the
-    record. These dead letters left no sighting and did not advance stream time, so the audit excludes them when it
+    record. Such dead letters left no sighting and did not advance stream time, so the audit excludes them when it
     judges the log. The columns include `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream
     time before the record), `task`, `at` (the offset in the log), and the columns of `Sides.records`. `pending` is true
     if the fleet might not have judged the record yet. `history` is true if the record precedes the fleet's first
@@ -381,8 +381,8 @@ def _digests(cut: AuditCut) -> list[Column]:
     ahead = fn.when(why.isNotNull(), _with_header(own, evidence.VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
         ahead = _with_header(ahead, evidence.SOURCE_HEADER, path())
-    # The record of a seeded sighting may come from a file without offsets. The audit has given this record a negative
-    # offset, but the fleet writes `OUTSIDE_KAFKA` to the header.
+    # The record of a seeded sighting may come from a file without offsets. The audit assigns a negative offset to this
+    # record, but the fleet writes `OUTSIDE_KAFKA` to the header.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
     copied = _with_header(own, evidence.FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
@@ -402,10 +402,10 @@ def _digests(cut: AuditCut) -> list[Column]:
 def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFrame:
     """Add the columns `before_ms` (null if not needed) and `doubtful` to the rows.
 
-    If the beginning of a log was deleted, any ID might have occurred in the deleted part. The event time of each
-    sighting in the deleted part is at most the stream time of the first remaining on-time record plus the grace. If a
-    record's ID could have an unexpired sighting in the deleted part, the audit doubts the verdicts on this record and
-    on all later records with the same ID.
+    If the beginning of a log was deleted, the deleted part might have contained any ID. The event time of each sighting
+    in the deleted part is at most the stream time of the first remaining on-time record plus the grace. If a record's
+    ID could have an unexpired sighting in the deleted part, the audit doubts the verdicts on this record and on all
+    later records with the same ID.
     """
     topology, window, no = cut.topology, cut.topology.window, fn.expr("false")
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in cut.known.items() if not known]
@@ -417,7 +417,7 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         beyond = fn.expr(f"time_ms > before_ms + {topology.max_clock_skew_ms}")
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), no)
     if unknown:
-        # If late records are dropped or forwarded, there is no late topic, so any record may have been late.
+        # If late records are dropped or forwarded, the topology has no late topic, so any record may have been late.
         on_time = fn.expr("coalesce(times_late, 0) = 0") if isinstance(topology.late, LateTo) else no
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)
@@ -426,6 +426,6 @@ def _with_doubt(cut: AuditCut, rows: DataFrame, *, unexplained: bool) -> DataFra
         of_id = fn.bool_or("front").over(Window.partitionBy("task", "id").orderBy("at"))
         doubt |= fn.col("id").isNotNull() & fn.coalesce(of_id, no)
         if not topology.direct:
-            # A feed may have been far ahead of stream time, so nothing limits the event times of purged records.
+            # A feed may have been far ahead of stream time, so purged records may have any event time.
             doubt |= fn.col("task").isin(*unknown)
     return rows.withColumn("doubtful", doubt).drop("front")

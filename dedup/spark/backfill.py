@@ -3,10 +3,11 @@
 Each attempt at a run writes to its own directory, whose name begins with an underscore so that Spark ignores it. The
 job then renames the directory, which publishes all verdicts of the run at once. On object stores, where a rename is not
 atomic, the job publishes the run by writing a manifest that lists the attempt's files (`manifest`). If a run is killed,
-the next attempt starts from the beginning but reuses the first attempt's clock time.
+the next attempt starts from the beginning, but with the first attempt's clock time.
 
-Several jobs may attempt the same run at the same time. An attempt never touches the files of another one before the run
-is published. After that, no other attempt can be published, because its rename fails, so its files are deleted.
+Several jobs may attempt the same run at the same time. Before the run is published, an attempt never touches another
+attempt's files. Afterward, the renames of all other attempts fail, so these attempts can never be published, and their
+files are deleted.
 
 On a local file system, the tasks that judge records also write the Parquet files, using Arrow. Each task attempt uses
 its own file names, and the driver publishes only the files that successful tasks report.
@@ -57,7 +58,7 @@ _GROUP_BYTES: Final = 64 << 20
 _FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
 """Columns that benefit from dictionary encoding."""
 _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
-"""Columns that are written without statistics, because nobody filters by their minimum and maximum."""
+"""Columns that are written without statistics, because no reader filters by their minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class RunReport:
 
     run: str
     identity: str
-    """Identifies the topology, the input, and the order, which must be the same in all runs with this name."""
+    """Identifies the topology, the input, and the order. All runs with this name must have the same identity."""
     now_ms: int
-    """The clock time that decided which event times were in the future."""
+    """The clock time that determined which event times were in the future."""
     order: str
     verdicts: Mapping[str, int]
     path: str
@@ -187,8 +188,8 @@ class RunDirectory:
                 f"order, and was killed before it wrote its report. Nothing was changed. Then: {begun['identity']}. "
                 f"Now: {identity}. Choose another --run, or delete the rows: {self._deletion}."
             )
-        # If nothing of a run was published, the run can begin again with another topology or input. If the run's first
-        # job is still running, only one of the two jobs will publish the run.
+        # An unpublished run can begin again with another topology or input. If the run's first job is still running,
+        # only one of the two jobs will publish the run.
         self._root.refuse_unwritable("--out")
         self._write(mark, {"identity": identity, "now_ms": now_ms})
         return now_ms
@@ -209,7 +210,7 @@ class RunDirectory:
             self._delete(attempt)
             if self._published() is None:
                 raise
-            # The job that has published the run has deleted the files of this one.
+            # Another job has published the run, and has deleted this job's files.
             raise self._too_late() from error
         if self._renames:
             self._rename(attempt, made, manifest, verdicts.schema)
@@ -263,7 +264,7 @@ class RunDirectory:
         if self._files.exists(target):
             return False
         if self._files.getScheme() == "file":
-            # Hadoop would not fail if the target exists, but move the attempt into the target, or copy it.
+            # If the target exists, Hadoop does not fail, but moves or copies the attempt into the target.
             try:
                 self._local(attempt).rename(self._local(target))
             except OSError as error:
@@ -278,19 +279,18 @@ class RunDirectory:
         return Path(self._files.makeQualified(path).toUri().getPath())
 
     def _delete_attempts(self) -> None:
-        """Delete the files of all other attempts at a run that is published.
+        """Delete the files of all other attempts at a published run.
 
         No files are deleted if runs have manifests, because another job may be writing a manifest that lists them.
         """
         if not self._renames:
             return
-        # The pattern matches only attempts at this run, even if the name of another run begins with the name of this
-        # one.
+        # The pattern matches only attempts at this run, even if another run's name begins with this run's name.
         for each in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
             self._delete(each.getPath())
 
     def _delete(self, directory: Any) -> None:  # noqa: ANN401 - a Hadoop path
-        # A job that still writes to the directory makes this fail. The next job of the same run deletes the rest.
+        # Deletion fails if another job still writes to the directory. The next job of the same run deletes the rest.
         with suppress(Py4JJavaError):
             self._files.delete(directory, True)  # noqa: FBT003 - recursive
 
@@ -380,7 +380,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 
 
 def _remove(work: Path) -> None:
-    """Delete a directory of files, even if copies of tasks that Spark is killing still create files there."""
+    """Delete a directory of files, even if task attempts that Spark is killing still create files there."""
     while True:
         for left in work.iterdir():
             left.unlink()

@@ -1,4 +1,4 @@
-"""Judges a complete table of records; each row gets the verdict that a worker would give it.
+"""Judges a complete table of records. Each row gets the verdict that a worker would give the record.
 
 A verdict depends on the earlier sightings of the record's ID and on stream time. The map side of the job computes the
 stream time of each record (`map_side`). One shuffle then brings the rows of each ID together, and the reduce side sorts
@@ -8,7 +8,7 @@ and judges them (`reduce_side`, `columnar_fold`). The order in which records are
 * If the input is the repartition topic, the records in each of its partitions are judged in offset order, as in a
   worker.
 * If a topology repartitions records but the input consists of the source topics, no log shows the order in which a
-  fleet judged the records. Such records are sorted for judging by the running maximum of event time in their source
+  fleet judged the records. Such records are judged in the order of the running maximum of event time in their source
   partition, and then by topic, partition, and offset.
 * Rows without offsets are judged in event-time order; rows with equal event times are ordered by a digest of key,
   value, headers, and timestamp. A row without an offset is never late.
@@ -112,7 +112,7 @@ def judged(
 
 
 def judging(history: History, topology: Topology, *, now_ms: int) -> Judging:
-    """Return the job that judges a history; the job avoids a shuffle if that is possible and faster (`log_tasks`)."""
+    """Return the job that judges a history. The job avoids a shuffle if this is possible and faster (`log_tasks`)."""
     pieces, mode = history.pieces, mode_of(topology, history)
     if pieces is None or mode != "direct" or not history.contiguous:
         return shuffled(history, topology, now_ms=now_ms).judging
@@ -161,8 +161,8 @@ def shuffled(
     if pieces is not None and (history.bounds or not to_sort):
         columns, ready = pieces.columns, pieces.frame
         read = lambda batches: read_splits(columns, rows_of(batches))  # noqa: E731
-    # Merging partitions may change the order in which Spark's own readers return rows, so it is done only if that order
-    # does not matter.
+    # Partitions are merged only if the order of rows does not matter, because merging may change the order in which
+    # Spark's own readers return rows.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
     if to_sort and history.bounds:
@@ -180,9 +180,9 @@ def shuffled(
         packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
     for buckets, layer in (layers or {}).items():
         packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
-    # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
-    # partition here, because Spark divides only partitions of joins and of REBALANCE. If ``ends`` is given, no
-    # partitions are merged, because each known sighting is sent to one particular task.
+    # If the size is unknown, adaptive execution merges partitions that are too small for a task. Spark never divides a
+    # partition here, because adaptive execution divides only partitions of joins and of REBALANCE. If ``ends`` is
+    # given, no partitions are merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and ends is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     return Shuffled(together, reduced, _judged_schema(df), reducers)
@@ -211,8 +211,8 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Count all records by verdict; also count dead letters, exempt records, and late records by cause. If there are
-    causes to count, Spark reads ``verdicts`` a second time.
+    """Count all records by verdict, and count dead letters, exempt records, and late records also by cause. To count
+    causes, Spark reads ``verdicts`` a second time.
     """
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
@@ -289,7 +289,7 @@ ORDER_TEXTS: Final[Mapping[Mode, str]] = {
         "digest of key, value, headers and timestamp; no row is late"
     ),
 }
-"""For each mode, a sentence about the order in which rows are judged."""
+"""Maps each mode to a sentence about the order in which rows are judged."""
 
 
 def refuse_other_shape(df: DataFrame) -> None:
@@ -301,7 +301,7 @@ def refuse_other_shape(df: DataFrame) -> None:
         if found.get(field.name) != field.dataType
     ]
     ours = {field.name for field in JUDGED} | {*RECORDS.names}
-    # Spark ignores the case of names, so it would treat `Topic` as `topic`.
+    # Spark ignores case in names, so it would treat `Topic` as `topic`.
     lowered = {name: name.lower() for name in found.keys() - {*RECORDS.names}}
     taken = sorted(name for name, lower in lowered.items() if lower in ours or lower.startswith("_dedup_"))
     problems += [Problem(f"column {name}", "is a column that dedup adds; rename or drop it") for name in taken]
@@ -317,8 +317,8 @@ def history_of(df: DataFrame, *, identified: bool) -> History:
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
-    # xxhash64 ignores nulls, so whether a column is null is hashed, too. The hashes are added, because a sum does not
-    # depend on the order of rows, and cast to decimals, because a 64-bit sum would overflow.
+    # xxhash64 ignores nulls, so the hash also covers whether each column is null. The hashes are added, because a sum
+    # does not depend on the order of rows. They are cast to decimals, because a 64-bit sum would overflow.
     hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
     digest_of = F.sum(hashed) if identified else F.lit(None)
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()

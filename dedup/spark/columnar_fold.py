@@ -1,4 +1,4 @@
-"""Judges rows that are sorted by ID and, within each ID, in the order in which they must be judged.
+"""Judges rows that are sorted by ID and, within each ID, in judging order.
 
 NumPy operations on whole columns handle the simple cases: an ID that occurs once, and an ID whose rows all repeat its
 first row or its only known sighting. The worker's code (`core.fold`) judges all other IDs.
@@ -29,7 +29,7 @@ LATE: Final = 3
 FORWARDED_CONFLICT: Final = 4
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
-"""Maximum number of rows of one ID that are judged at a time; the cost grows with the square of this number."""
+"""Maximum number of one ID's rows that are judged at a time. The cost grows with the square of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Decided:
 
     verdicts: npt.NDArray[np.int8]
     has_first: Booleans
-    """Whether the record repeats a sighting; the next four columns describe the sighting."""
+    """Whether the record repeats a sighting, which the next four columns describe."""
     first_ms: Integers
     first_topics: Integers
     first_partitions: Integers
@@ -143,8 +143,8 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: KnownSightings) -> Decid
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, groups: _Groups, decided: Decided, known: KnownSightings
 ) -> Booleans:
-    """Judge each ID for which every row repeats the first row or the only known sighting, and return a mask of the IDs
-    that still have to be judged.
+    """Judge each ID for which every row repeats the first row or the only known sighting. Return a mask of the IDs that
+    remain to be judged.
     """
     window, count = rules.window, len(rows.times_ms)
     sightings = groups.known_to - groups.known_from
@@ -158,8 +158,7 @@ def _decide_plain_groups(
     first = np.repeat(repeated, groups.lengths)
     first_ms = np.append(rows.times_ms, known.first_ms)[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # A group's first row is always within the guard period of itself. Other rows repeat the first row only if it is
-    # unique.
+    # A group's first row is always within its own guard period. Other rows repeat the first row only if it is unique.
     is_sighting = np.append(decided.verdicts == UNIQUE, np.ones(len(known.groups), np.bool_))[first]
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & is_sighting
     easy = others & (sightings <= 1) & np.logical_and.reduceat(plain, groups.starts)
@@ -191,7 +190,7 @@ def _judge_chunk(
     outcome = Outcome(judged_times_ms=times_ms)
     known = {b"%d" % group: each for group, each in earlier.items()}
     if names[0] in known:
-        # Expired sightings are dropped here; otherwise, they would be examined again for each part of a long group.
+        # Drop expired sightings; otherwise, they would be examined again for each part of a long group.
         oldest_ms = rules.window.oldest_live_ms(stream_times[0])
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}
@@ -210,7 +209,7 @@ def _judge_chunk(
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the rows of the marked IDs in chunks of limited size; an ID with more than `_LONG_GROUP` rows spans several
+    """Yield the rows of the marked IDs in chunks of limited size. An ID with more than `_LONG_GROUP` rows spans several
     chunks.
     """
     parts: list[tuple[int, int, int]] = []

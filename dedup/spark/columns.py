@@ -69,8 +69,8 @@ IDENTIFIED: Final = (
     StructField("dedup_kind", StringType()),
     StructField("dedup_detail", StringType()),
 )
-"""The state key (null if there is a fault), the event time in ms, eight bytes of the payload's digest (null unless the
-topology compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
+"""The state key (null for a fault), the event time in ms, eight bytes of the payload's digest (null unless the topology
+compares payloads), and the code, kind (`dedup.core.extract.FaultKind`), and explanation of a fault.
 """
 
 NO_ARRIVAL: Final = "a record of the input"
@@ -84,7 +84,7 @@ _BATCH_ROWS: Final = 4_000
 def as_records(
     df: DataFrame, *, place: str = "the input", others: Sequence[str] = (), by_arrival: bool = False
 ) -> DataFrame:
-    """Convert a DataFrame, such as one from Spark's Kafka source, to the schema `RECORDS`; also keep the columns
+    """Convert a DataFrame, such as one from Spark's Kafka source, to the schema `RECORDS`, and keep the columns
     ``others``.
 
     The column `value` (text or bytes) is required. The columns `key` and `headers` are optional, and so is the
@@ -94,7 +94,7 @@ def as_records(
     columns that are missing or have an unsupported type; ``place`` is the DataFrame's name in the error.
     """
     known = {name.lower(): name for name in _TYPES if name != _KIND or by_arrival}
-    # Spark ignores the case of names, so users may expect dedup to read a column whose name differs only in case.
+    # Spark ignores case in names, so users may expect dedup to read a column whose name differs only in case.
     problems = [
         f"has the column `{name}`, which is not read, because upper and lower case differ: rename it to "
         f"`{known[name.lower()]}`, or drop it"
@@ -137,7 +137,7 @@ def headers_of(df: DataFrame) -> Column:
 
 
 def absent_from(df: DataFrame) -> frozenset[str]:
-    """Return the columns of `RECORDS` that an ID or an event time can come from, but that ``df`` does not have."""
+    """Return the columns of `RECORDS` that can contain an ID or an event time and that ``df`` lacks."""
     there = {*df.columns, *(("timestamp_ms",) if "timestamp" in df.columns else ())}
     return frozenset({"key", "headers", "timestamp_ms"} - there)
 
@@ -206,9 +206,7 @@ def _is_odd(name: bytes) -> bool:
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
-    """Return the entries of a column as bytes, with None for null; NumPy does this five times as fast as
-    `to_pylist`.
-    """
+    """Return the entries of a column as bytes, with None for null; NumPy is five times as fast as `to_pylist`."""
     found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
     return found
 
@@ -227,7 +225,7 @@ def _headers_column(column: Any) -> tuple[list[list[Header]], list[int]]:  # noq
     ends = np.cumsum(sizes).tolist()
     rows: list[list[Header]] = [pairs[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
     # Java has replaced invalid bytes in header names with U+FFFD. As in a worker, records with such names become dead
-    # letters. Such names are rare, so all names are first searched at once, which is faster.
+    # letters. Because such names are rare, it is fastest to search all names at once first.
     if not _is_odd(b"\n".join(names)):
         return rows, []
     odd = np.array([_is_odd(name) for name in names])
@@ -257,7 +255,7 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The digest includes the lengths; otherwise, moving bytes from one part to the next would not change the digest.
+    # The digest includes the lengths, because moving bytes from one part to the next must change the digest.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 

@@ -26,7 +26,7 @@ from dedup.yaml_document import beside, text_of
 
 Shape = Literal["columns", "kafka"]
 """With ``columns``, each row is an event, and its columns are the event's members. With ``kafka``, the column `value`
-contains the event, and the optional other columns have the names that Spark's Kafka source gives them.
+contains the event, and the other columns, which are optional, have the names that Spark's Kafka source gives them.
 """
 
 _ROW: Final = "dedup_row"
@@ -45,7 +45,7 @@ _ADDED: Final = {
 }
 """Maps each added column to the column of `batch_verdicts.judged` with its values; times in ms become timestamps."""
 _END_OF_TIME_MS: Final = 253_402_214_400_000
-"""9999-12-31 00:00 UTC. Each earlier time is in the year 9999 or before in every time zone."""
+"""9999-12-31 00:00 UTC. In every time zone, each earlier time is in the year 9999 or before."""
 
 
 def dedup(
@@ -57,7 +57,7 @@ def dedup(
     now_ms: int | None = None,
     settings: Settings | None = None,
 ) -> DataFrame:
-    """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types, and values.
+    """Return the rows of ``df`` with their verdicts. The columns of ``df`` keep their names, types, and values.
 
     ``topology`` is a topology or the path of a topology file. The added columns are `dedup_verdict` (unique, duplicate,
     conflict, late, dead_letter, or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event
@@ -69,10 +69,10 @@ def dedup(
     values name their schemas.
 
     Raises SettingsError for a streaming DataFrame, an unknown ``shape`` or ``order``, a duplicate column name, or a
-    column with the name of an added column; upper and lower case do not matter. Also raises SettingsError if the
-    topology or the order needs columns that ``df`` lacks or that have an unsuitable type, or if Spark cannot pass a
-    column to Python. Raises TopologyError for an invalid topology file or, if ``shape`` is "kafka", an unsupported type
-    of a record's column. When the result is computed, the job raises the errors that `backfill.backfill` lists.
+    column with the name of an added column, regardless of case. Also raises SettingsError if the topology or the order
+    needs columns that ``df`` lacks or that have an unsuitable type, or if Spark cannot pass a column to Python. Raises
+    TopologyError for an invalid topology file or, if ``shape`` is "kafka", an unsupported type of a record's column.
+    When the result is computed, the job raises the errors that `backfill.backfill` lists.
     """
     rules = _rules(topology, settings)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -177,8 +177,8 @@ def _added(source: str) -> Column:
     column = F.col(source)
     if not source.endswith("_ms"):
         return column
-    # 0 stands for a time that could not be read. Spark cannot convert all other times, and Python's datetime can
-    # convert even fewer.
+    # 0 stands for a time that could not be read. Spark cannot convert some of the other times, and Python's datetime
+    # can convert even fewer.
     shown = (column >= 0) & (column < _END_OF_TIME_MS)
     if source == "dedup_time_ms":
         shown &= (column != 0) | F.col("dedup_id").isNotNull()

@@ -1,7 +1,7 @@
 """Reads historical records from files and tables, and rejects damaged files and files whose schemas differ.
 
-If Parquet files are on a local file system (`file:`), the tasks read them directly with Arrow (`InputSplits`), because
-Spark would pass their values to Python one at a time. Spark reads all other inputs, including Delta tables.
+Tasks read Parquet files on a local file system (`file:`) directly with Arrow (`InputSplits`), because Spark would pass
+the values to Python one at a time. Spark reads all other inputs, including Delta tables.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
 _NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
-"""Matches the parts of a Parquet schema that Spark and Arrow ignore: required or optional, and the IDs of fields."""
+"""Matches the parts of a Parquet schema that Spark and Arrow ignore: `required` or `optional`, and field IDs."""
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
 _DETAILS: Final = "# Detailed Table Information"
@@ -67,7 +67,7 @@ _CAST: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int16(), pa.int8()),
     "offset": (pa.int32(),),
 }
-"""For each column, the other types that Arrow may cast to the column's type in `columns.RECORDS`."""
+"""Maps each column to the other types that Arrow may cast to the column's type in `columns.RECORDS`."""
 _COUNTED: Final = dict.fromkeys(("first", "last", "placed", "rows"), pa.int64())
 _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COUNTED})
 """For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the total row
@@ -81,7 +81,7 @@ _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """Raised if a file cannot be read completely; the user sees a SettingsError (`session.translated_errors`)."""
+    """Raised if a file cannot be read completely. The user sees a SettingsError (`session.translated_errors`)."""
 
 
 class LogSplits(NamedTuple):
@@ -118,11 +118,11 @@ class History:
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether the tasks read the records in log order without a sort (`batch_verdicts.judged`): from `pieces` if there
-    are any, and otherwise from `records`.
+    """Whether the tasks read the records in log order without a sort (`batch_verdicts.judged`): from `pieces` if
+    available, and otherwise from `records`.
     """
     identity: str
-    """Identifies the input; the same input has the same identity."""
+    """Identifies the input. The same input always has the same identity."""
     place: str
     """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
@@ -130,22 +130,23 @@ class History:
     size_bytes: int | None = None
     """The approximate size, or None if the size is not known."""
     countable: bool = False
-    """Whether the records can be counted again and always give the same number."""
+    """Whether counting the records again always gives the same number."""
     pieces: InputSplits | None = None
-    """The same records as row groups if tasks can read the files themselves; otherwise, None."""
+    """The same records as row groups, or None if tasks cannot read the files themselves."""
     bounds: tuple[PartitionBounds, ...] = ()
     """The bounds of the records in each Kafka partition, if they were determined."""
     by_arrival: bool = False
     """Whether reading fails at a record whose timestamp the broker did not set."""
     events: StructType | None = None
-    """The columns of the input if each row is an event; otherwise, None."""
+    """The columns of the input if each row is an event, or None."""
     absent: frozenset[str] = frozenset()
-    """The columns that a record's ID or event time can come from, but that the input does not have."""
+    """The columns that can contain a record's ID or event time and that the input lacks."""
 
     @property
     def contiguous_without_pieces(self) -> bool:
         """Whether Spark reads `records` in log order without a sort, so that no task reads `pieces`."""
-        # The tasks that read `pieces` follow the names of the files, but Spark begins with the largest files.
+        # The tasks that read `pieces` process files in the order of their names, but Spark begins with the largest
+        # files.
         return self.contiguous and self.pieces is None
 
     def where(self, condition: Column) -> History:
@@ -167,16 +168,16 @@ def read_files(
     """Return the records in files, directories, or tables as a `History`.
 
     A path can be the directory of a `backfill` run or a directory inside this directory, even if the run was published
-    with a manifest (`manifest.files_of_runs`). A run in a Delta table is read with the format ``delta``. Files in
-    subdirectories are read, too (`input_files.reader_options`). The function pins a Delta or Iceberg table to the
+    with a manifest (`manifest.files_of_runs`). A run in a Delta table is read with the format ``delta``. The function
+    also reads files in subdirectories (`input_files.reader_options`). The function pins a Delta or Iceberg table to the
     latest version, so that later writes do not change the result. If ``rows_are_events`` is true, each row of the table
     becomes an event (JSON without the null columns), and the table needs no column `value`. If ``base`` is given,
     ``paths`` must be files below the directory ``base``, and only subdirectories of ``base`` (such as
     `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are text; otherwise, Spark infers their
     types. If ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`).
-    Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file,
-    and for a path inside a Delta or Iceberg table that is not read as a table. Raises TopologyError if a required
-    column is missing or a column has the wrong type.
+    Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file.
+    Also raises SettingsError for a path inside a Delta or Iceberg table that is not read as a table. Raises
+    TopologyError if a required column is missing or a column has the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -214,7 +215,7 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
             text = f"has the column `{dotted[0]}`, which Spark cannot pass to Python because of the dot; rename it"
             raise SettingsError([Problem(place, text)])
         records = as_records(table, place=place, others=found.of_path, by_arrival=by_arrival)
-        # Tasks that read the files themselves would not check the timestamps' types.
+        # Tasks that read the files themselves would not check who set the timestamps.
         if fmt == "parquet" and not found.of_path and not by_arrival:
             splits = _input_splits(found.table)
     has_offsets = not rows_are_events and "offset" in found.table.columns
@@ -255,8 +256,8 @@ def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat
 
 
 def _refuse_other_types(names: Sequence[str], schemas: Sequence[StructType]) -> None:
-    """Raise SettingsError if a column has another type than in the first table, because Spark would cast the values of
-    one table, and 1 and '1' are different IDs.
+    """Raise SettingsError if a column's type differs from that in the first table. Otherwise, Spark would cast the
+    values of one table, although 1 and '1' are different IDs.
     """
     first, *others = ({each.name.lower(): each.dataType.simpleString() for each in of.fields} for of in schemas)
     problems = [
@@ -270,7 +271,7 @@ def _refuse_other_types(names: Sequence[str], schemas: Sequence[StructType]) -> 
 
 
 def _pinned_path(spark: SparkSession, path: str) -> _Input:
-    """Return the latest version of the Delta table at a path, or the rows of a run in it if the path is the run's.
+    """Return the latest version of the Delta table at a path or, if the path names a run, the run's rows in the table.
 
     Raises SettingsError if a run has no rows at the path.
     """
@@ -302,7 +303,7 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
                 raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:
-            # A session caches the list of a table's files, and would not see files that other jobs have added.
+            # A session caches the list of a table's files, and would miss files that other jobs have added.
             spark.catalog.refreshTable(name)
             table = spark.table(name)
             if not table.inputFiles():
@@ -316,7 +317,7 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
 
 
 def _identity_columns(of_iceberg: Any) -> list[str]:  # noqa: ANN401 - a table of Iceberg's Java library
-    """Return the columns that partition an Iceberg table by their values, without nested columns and columns of a
+    """Return the columns that partition an Iceberg table by their values, except nested columns and columns of a
     record.
     """
     names = {field.name(): field.fieldId() for field in of_iceberg.schema().columns()}
@@ -386,7 +387,7 @@ def _table_of_files(
         raise SettingsError([Problem(place, text)])
     schema = _with_path_types(lines.schema, of_path, as_text=text_paths)
     lines = lines if schema == lines.schema else reader.schema(schema).text(list(paths))
-    # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
+    # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop unparsable content.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
     names = list(map(quoted, of_path))
     return _of_files(lines.select(row.alias("row"), *names).select("row.*", *names), of_path)
@@ -394,7 +395,7 @@ def _table_of_files(
 
 def _with_path_types(schema: StructType, of_path: Sequence[str], *, as_text: bool) -> StructType:
     """Return the schema with the types that the columns ``of_path`` must have."""
-    # Spark infers `void` if each directory is `name=__HIVE_DEFAULT_PARTITION__`, and no file can hold this type.
+    # Spark infers `void` if each directory is `name=__HIVE_DEFAULT_PARTITION__`, but no file can have this type.
     text = {name for name in of_path if as_text or isinstance(schema[name].dataType, NullType)}
     return StructType([StructField(each.name, StringType()) if each.name in text else each for each in schema.fields])
 
@@ -403,7 +404,7 @@ def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[s
     """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the files have different
     columns.
     """
-    # Spark would fill in nulls for a column that a file lacks; a null would become a tombstone or a missing time.
+    # Spark would fill a column that a file lacks with nulls, which would become tombstones or missing times.
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(partial(_footer, spark), files))
     problems = [each for each in found if isinstance(each, Problem)]
@@ -470,7 +471,7 @@ def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
 
 
 def _of_delta(table: DataFrame, files: Sequence[str]) -> Collection[str]:
-    """Return those of the table's ``files`` that Delta lists."""
+    """Return the files in ``files`` that Delta lists for the table."""
     leaves = table._jdf.queryExecution().optimizedPlan().collectLeaves()  # noqa: SLF001 - no other way
     relations = [leaves.apply(at) for at in range(leaves.size())]
     relations = [each.relation() for each in relations if each.getClass().getSimpleName() == "LogicalRelation"]
@@ -566,8 +567,8 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
 
 def _json_row() -> Column:
     """Parse the `json-records` line in the column `value`, and return a struct with the columns of a record."""
-    # A line without `value` would become a tombstone, and a misspelled member would be ignored, so the job fails on
-    # both.
+    # The job fails on a line without `value`, which would become a tombstone, and on a misspelled member, which would
+    # be ignored.
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
     others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")

@@ -1,13 +1,13 @@
 """Implements `dedup spark incremental`, which judges new input and appends the verdicts to a Delta table.
 
 Each run reads the new input and the state that the previous run saved: the position in each source partition, stream
-time, and the unexpired sightings. A run writes three things in this order:
+time, and the unexpired sightings. A run writes its results in three steps:
 
 * First, the run writes its *intent*: the input that it will read and the clock time that it will use. If the run is
   killed, the next attempt uses the same intent, unless the input no longer exists or the topology has changed.
 * Second, the run writes its *state* to files named after the attempt.
-* Third, the run appends the verdicts in one commit of the table. Because the commit names the attempt, the attempt's
-  state becomes the table's state.
+* Third, the run appends the verdicts in one commit of the table. The commit names the attempt, which makes the
+  attempt's state the table's state.
 
 If two runs continue from the same earlier run, Delta commits only one of them (`txnAppId`, `txnVersion`; see
 `table_log`).
@@ -52,7 +52,7 @@ _RENEWED_AFTER_MS: Final = 24 * 3_600_000
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""A kept sighting counts as this many input bytes, because it costs a reduce task about a quarter as much as a
+"""The number of input bytes that a kept sighting counts as, because it costs a reduce task about a quarter as much as a
 record.
 """
 _HARMLESS: Final = frozenset(
@@ -63,7 +63,7 @@ _HARMLESS: Final = frozenset(
 
 
 class Attempt(NamedTuple):
-    """One attempt at an incremental run; the table's history names the attempts that were committed."""
+    """One attempt at an incremental run. The table's history names the committed attempts."""
 
     run: int = 0
     """The number of the run; 0 before the first run."""
@@ -116,13 +116,13 @@ class IncrementalReport:
     verdicts: Mapping[str, int]
     new_rows: int
     now_ms: int
-    """The clock time that decided which event times were in the future."""
+    """The clock time that determined which event times were in the future."""
     order: str
     sightings: int
-    """The number of sightings kept for the next run; some of them may have expired."""
+    """The number of sightings kept for the next run. Some of these sightings may have expired."""
     seconds: float
     fresh: bool = True
-    """False if nothing was written because there was no new input; ``run`` is then the last run."""
+    """False if nothing was written because the input had no new records; ``run`` is then the last run."""
 
 
 def incremental(
@@ -134,13 +134,13 @@ def incremental(
     The table has the columns of `batch_verdicts.judged` and the column `run` (the number of the run), and is
     partitioned by verdict. ``now_ms`` is the clock time in ms that the job uses to detect future event times (default:
     the current time). Rows with offsets are judged in log order, so that all runs together give the same verdicts as a
-    single run over all input. Rows without offsets are judged run by run, and in event-time order within each run. From
-    the second run on, a row without an offset is late if it is behind stream time by more than the grace and no stored
-    sighting makes it a duplicate.
+    single run over all input. Rows without offsets are judged run by run; within each run, they are judged in
+    event-time order. From the second run on, a row without an offset is late if it is behind stream time by more than
+    the grace and no stored sighting makes it a duplicate.
 
     Raises StateIncompatible, without publishing a verdict, if someone else has changed the table, if the table belongs
-    to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if a file of the
-    input was replaced, if the type of an ID column has changed, or if the input contains offsets that earlier runs have
+    to another topology, or if another run has committed in the meantime. Also raises StateIncompatible if an input file
+    was replaced, if the type of an ID column has changed, or if the input contains offsets that earlier runs have
     judged. Also raises StateIncompatible if the topology repartitions records and the rows have offsets. Raises
     SettingsError if no file can be written to ``out``. `incremental` also raises the other errors that
     `backfill.backfill` lists.
@@ -362,9 +362,9 @@ class OutputTable:
         )
 
     def _unchanged_run(self, commits: Iterator[TableCommit]) -> Attempt | None:
-        """Return the last run that ``commits`` (newest first) name, or None if they name no run.
+        """Return the last run that ``commits`` (newest first) name, or None if the commits name no run.
 
-        Raises StateIncompatible if somebody else has changed rows of the table after the run before the last one.
+        Raises StateIncompatible if someone else has changed rows of the table since the second-to-last run.
         """
         latest: Attempt | None = None
         last: Attempt | None = None
@@ -396,7 +396,7 @@ class OutputTable:
         return last
 
     def _refuse_others_files(self) -> None:
-        # If the first run was killed, it may have left behind its state and a part of the table.
+        # A killed first run may have left behind its state and a part of the table.
         names = self._names(self._root.path)
         begun = _STATE in names
         ours = {name for name in names if begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict="))}
@@ -434,8 +434,7 @@ class OutputTable:
     def refuse_overtaken(self, attempt: Attempt, cause: Exception | None = None) -> None:
         """Raise StateIncompatible if the table contains the run of ``attempt``, but another attempt has committed it.
 
-        The run that was committed deletes state that ``attempt`` may still need, so ``attempt`` can fail with any
-        error.
+        The committed attempt deletes state that ``attempt`` may still need, so ``attempt`` can fail with any error.
         """
         others = [each for each in map(_named, self._log.commits(self._newest)) if each is not None]
         if any(each.run == attempt.run for each in others) and attempt not in others:
@@ -487,7 +486,7 @@ class OutputTable:
 
         Raises SettingsError if no file can be written to the table's directory.
         """
-        # Another job that begins the first run would take a file outside of this directory for somebody else's.
+        # Another job that begins the first run would treat a file outside of this directory as someone else's.
         self._root.refuse_unwritable("--out", f"{_STATE}/_{uuid4().hex}.part")
         self._write(f"runs/{intent.run:08}.json", asdict(intent))
         return intent
@@ -495,13 +494,13 @@ class OutputTable:
     def is_due(self) -> bool:
         """Return whether the last run is so old that Delta may soon delete commits that the next run needs.
 
-        These are the commit that names the last run, and the commits of the input after the last run's position
+        The next run needs the commit that names the last run, and the input's commits after the last run's position
         (`delta.logRetentionDuration`).
         """
         return time.time() * 1000 - self._committed_ms >= _RENEWED_AFTER_MS
 
     def renew(self, attempt: Attempt, state: RunState) -> None:
-        """Commit a run without rows, so that the table names the last run again."""
+        """Make a commit without rows that names the last run again."""
         self.keep_state(attempt, state)
         nothing = self._spark.read.format("delta").load(self.path).drop("run").limit(0)
         self.commit(nothing, attempt, {})
@@ -513,10 +512,10 @@ class OutputTable:
         self._write(f"runs/{attempt.name}.json", {**asdict(state), "ends": ends})
 
     def commit(self, verdicts: DataFrame, attempt: Attempt, counts: Mapping[str, int]) -> None:
-        """Append the verdicts in one commit of the table; the commit names the attempt.
+        """Append the verdicts in one commit of the table, which names the attempt.
 
-        Raises StateIncompatible if another attempt has committed the same run, or if somebody else has changed rows of
-        the table since `last_run`. If they were changed while the commit was being written, the commit remains, and
+        Raises StateIncompatible if another attempt has committed the same run, or if someone else has changed rows of
+        the table since `last_run`. If the rows were changed while the commit was being written, the commit remains, and
         every later run raises the same error.
         """
         run = attempt.run

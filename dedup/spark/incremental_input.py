@@ -57,11 +57,11 @@ class NewFiles:
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return a description of the files that no run has read, or None if there are no such files.
+        """Return a description of the files that no run has read, or None if runs have read all files.
 
         Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
         pattern, or if the directories of the files contain different columns. Raises SettingsError if a path names a
-        file that Spark skips, or if nothing is at a path, unless earlier runs have read files there.
+        file that Spark skips, or if a path does not exist and no earlier run has read files there.
         """
         refuse_hidden(self.spark, self.paths)
         read = position.get("files", {})
@@ -81,7 +81,8 @@ class NewFiles:
                 f"file alone. Nothing was changed. Rename it."
             )
         self._refuse_mixed(list(new))
-        # Types that Spark infers depend on the directories of one run. Runs of earlier releases wrote such types.
+        # The types that Spark infers depend on the directories of one run. Runs of earlier releases wrote inferred
+        # types.
         text = position.get("text_paths", "files" not in position)
         return {"files": new, "text_paths": text} if new else None
 
@@ -147,8 +148,8 @@ class NewFiles:
     def _listed(self, read: Collection[str]) -> dict[str, list[int]]:
         """Return `_statuses` of the input.
 
-        A path where nothing is left counts as an empty directory if one of the files ``read`` by runs was there: users
-        can delete these files, and an object store has no empty directories.
+        A missing path counts as an empty directory if it contained one of the files ``read`` by runs, because users can
+        delete these files, and an object store has no empty directories.
         """
         left = [path for path in self.paths if not self._is_emptied(path, read)]
         return self._statuses(left) if left else {}
@@ -213,8 +214,8 @@ class NewVersions:
         """
         if pinned.get("table") != self._detail()["id"]:
             return False
-        # A later run reads only appended files. If they are gone, pinning another version would not help, because the
-        # same files would have to be read.
+        # A later run reads only appended files. If these files are gone, pinning another version would not help,
+        # because the run would have to read the same files.
         return pinned["after"] >= 0 or self._is_readable(pinned)
 
     def _is_readable(self, pinned: Pinned) -> bool:
@@ -270,14 +271,14 @@ class NewVersions:
     ) -> DataFrame:
         """Append the partition columns ``by``, whose values are in Delta's log (``files``), to the rows of the files.
 
-        The values do not come from the paths, because some paths lack them (`delta.randomizeFilePrefixes`), and others
-        show times in the time zone of the job that wrote the file.
+        The values do not come from the paths, because some paths lack the values (`delta.randomizeFilePrefixes`), and
+        other paths show times in the time zone of the job that wrote the file.
         """
         if not by:
             return rows
         jvm: Any = self.spark._jvm  # noqa: SLF001 - the only way to Spark's spelling of a path
         path = jvm.org.apache.hadoop.fs.Path
-        # Delta writes null as an empty string, too.
+        # In its log, Delta may also write null as an empty string.
         values = [(path(file).toUri().toString(), *(of.get(name) or None for name in by)) for file, of in files.items()]
         texts = [f"_dedup_value_{at}" for at in range(len(by))]
         known = self.spark.createDataFrame(values, StructType([StructField(n, StringType()) for n in [_FILE, *texts]]))
@@ -302,7 +303,7 @@ class NewVersions:
 
     def _appended(self, pinned: Pinned) -> dict[str, Mapping[str, str | None]]:
         """Return the paths of the appended files, and the values of each file's partition columns as text."""
-        # The list contains commits as unparsed text, because a commit may have added hundreds of thousands of files.
+        # The commits are kept as unparsed text, because a commit may have added hundreds of thousands of files.
         commits = list(self._log().commits(pinned["after"]))
         lost = pinned["after"] + 1 + len(commits)
         if lost <= pinned["until"]:
@@ -359,7 +360,7 @@ class NewRows:
         return self.frame.sparkSession
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the row count and digest, or None if there are no rows or the last run judged the same rows."""
+        """Return the row count and digest, or None if the input has no rows or the last run judged the same rows."""
         found = {"rows": self._history().identity}
         return None if self.frame.isEmpty() or position.get("rows") == found["rows"] else found
 

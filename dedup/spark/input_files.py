@@ -1,7 +1,7 @@
-"""Lists the files of an input, in directories of any depth, and finds out which of their directories are columns.
+"""Lists the files of an input at any directory depth, and determines which of the directories are columns.
 
-Without further options, Spark silently skips files in subdirectories, unless the subdirectories are columns
-(`day=2026-01-31/`). If they are columns, Spark silently skips files outside of them.
+By default, Spark silently skips files in subdirectories that are not columns (`day=2026-01-31/`). If subdirectories are
+columns, Spark silently skips files outside of these subdirectories.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     layouts = {parent: _layout(parent, roots, upwards=base is None) for parent in map(_parent, files)}
     common = _common(files, layouts)
     if not common.columns:
-        # With this option, Spark also reads a file only once if two paths contain it, and does not parse names like
+        # With this option, Spark also reads a file that is in two paths only once, and does not parse names like
         # `day=`.
         return {"recursiveFileLookup": "true"}
     if base is not None:
@@ -139,7 +139,7 @@ def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout
 
 
 class _Look:
-    """Looks at directories on any file system that Hadoop supports; all paths are decoded URIs."""
+    """Inspects directories on any file system that Hadoop supports. All paths are decoded URIs."""
 
     def __init__(self, spark: SparkSession) -> None:
         jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
@@ -159,8 +159,8 @@ class _Look:
     def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
         """Map each file or directory that ``paths`` name to the directory below which to look for columns.
 
-        That is the named directory itself or, for a pattern, usually the directory that contains everything that the
-        pattern can match. The result omits files that are named without a pattern.
+        That directory is the named directory itself or, for a pattern, usually the directory that contains all possible
+        matches. The result omits files that are named without a pattern.
         """
         found: dict[str, str] = {}
         for path in paths:
@@ -187,7 +187,7 @@ class _Look:
                 looked.add(at)
                 # Directories with such names are not parts of a table.
                 at = "" if _name(at)[0] in "_." else _parent(at)
-        # Nobody keeps a table in each of thousands of directories `day=...`.
+        # Skip directories like `day=...`, which may number in the thousands and are unlikely to be tables.
         worthy = [each for each in looked if each in named or not _column(_name(each))]
         with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
             kinds = dict(zip(worthy, pool.map(self._kind_of_table, worthy), strict=True))
@@ -205,7 +205,7 @@ class _Look:
             found = system.listStatus(metadata) if system.exists(metadata) else ()
             return "Iceberg" if any(_is_metadata(_text(each.getPath())) for each in found) else None
         except Py4JJavaError:
-            # A user who may read an input may not be allowed to look into the directories above it.
+            # The user may have permission to read an input, but not to list the directories above the input.
             return None
 
 

@@ -1,6 +1,6 @@
 """Finds JSON numbers that a column cannot keep exactly.
 
-Spark's JSON parser reports a value of another type, but not a number that it rounds: `1.005` becomes 1.01 in a column
+Spark's JSON parser reports a value of the wrong type, but not a number that it rounds: `1.005` becomes 1.01 in a column
 of type DECIMAL(10,2), `12345678901234567.89` becomes `1.2345678901234568E16` in a column of type STRING, and `1e400`
 becomes infinity in a column of type DOUBLE.
 """
@@ -19,19 +19,20 @@ from dedup.core.exact_json import JsonValue, Number, Unreadable, decode
 
 _GREATEST: Final = {t.FloatType: 3.4028234663852886e38, t.DoubleType: 1.7976931348623157e308}
 _INEXACT: Final = r"[0-9.]{17}|[0-9][eE][-+]?[0-9]"
-"""Matches, among other texts, each number that a double does not hold exactly: a double holds any 15 digits."""
+"""Matches every number that a double cannot hold exactly, and also other texts. A double holds any 15 digits."""
 _FRACTION: Final = r"|[.][\p{Nd},]{%d}|[\p{Nd}.,][eE]|\\u"
-"""Matches, among other texts, each number with at least this many digits after the point.
+"""Matches every number with at least this many digits after the point, and also other texts.
 
-A number can also be text in JSON. Java's decimals have the digits of any script, Spark ignores commas in such texts,
-and each character of a text may be escaped.
+A JSON string can also contain a number. Java's decimals accept the digits of any script, Spark ignores commas in such
+strings, and any character of a string may be escaped.
 """
 
 
 def inexact(value: Column, payload: t.StructType) -> Column:
-    """Return a column that says which number in the JSON text ``value`` a column of ``payload`` cannot keep, or null.
+    """Return a column with a message about a number in the JSON text ``value`` that a column of ``payload`` cannot
+    keep, or null.
 
-    The column also says so if ``value`` is not strict JSON (RFC 8259) and might contain such a number.
+    The column also contains a message if ``value`` is not strict JSON (RFC 8259) and might contain such a number.
     """
     kinds = list(_leaves(payload))
     scales = [kind.scale for kind in kinds if isinstance(kind, t.DecimalType)]

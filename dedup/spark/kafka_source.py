@@ -44,7 +44,7 @@ _CONSUMER: Final = {
     "kafka.isolation.level": "read_committed",
     "includeHeaders": "true",
     "failOnDataLoss": "true",
-    # Otherwise, a consumer makes brokers create a topic that was deleted.
+    # Otherwise, a consumer makes brokers recreate a deleted topic.
     "kafka.allow.auto.create.topics": "false",
     # After each poll, Spark asks for the partition's first and last offsets, and then discards records that were
     # fetched in advance, so each poll should return many records. The default is 500.
@@ -128,7 +128,7 @@ def _private_key(path: str, *, encrypted: bool) -> str:
 
 
 def _pem_blocks(path: str, kind: str) -> list[tuple[str, str]]:
-    """Return the blocks of a kind in a PEM file, each with its label, and without the comments between the blocks.
+    """Return the labeled blocks of one kind in a PEM file, without the comments between the blocks.
 
     Raises SettingsError if the file cannot be read or has no such block.
     """
@@ -155,9 +155,9 @@ def read_kafka(
 ) -> History:
     """Return the committed records of the source topics, or of the repartition topic if ``repartitioned`` is true.
 
-    If a transaction stays open, ``now`` is the offset where it began, and a warning says so. Raises StateIncompatible
-    if ``start`` is ``whole`` and retention has deleted a partition's first records. Raises BrokerUnavailable if a topic
-    does not exist, or if a transaction that began before the time ``until`` stays open.
+    If a transaction stays open, ``now`` means the offset where the transaction began, and a warning says so. Raises
+    StateIncompatible if ``start`` is ``whole`` and retention has deleted a partition's first records. Raises
+    BrokerUnavailable if a topic does not exist, or if a transaction that began before the time ``until`` stays open.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
     begins: dict[str, dict[int, int]] = {}
@@ -243,16 +243,16 @@ def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges, *,
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Map each partition to the offset of its first record at or after ``time_ms``, or to the partition's end offset if
-    there is no such record.
+    """Map each partition to the offset of its first record at or after ``time_ms``, or to the end offset if no such
+    record exists.
     """
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}
 
 
 def settled_ends(reader: KafkaReader, ends: Ends) -> dict[str, dict[int, int]]:
-    """Return the given end offsets; in a partition with a transaction that stays open, end where it began, and log a
-    warning.
+    """Return the given end offsets, except in a partition with a transaction that stays open. There, the end is the
+    offset where the transaction began, and the function logs a warning.
     """
     found = {topic: dict(part) for topic, part in ends.items()}
     for (topic, partition), stable in _open_below(reader, ends).items():
@@ -266,8 +266,8 @@ def settled_ends(reader: KafkaReader, ends: Ends) -> dict[str, dict[int, int]]:
 
 
 def refuse_open(reader: KafkaReader, ends: Ends) -> None:
-    """Raise BrokerUnavailable if a transaction that began before one of the given end offsets stays open, because its
-    records can be neither read nor left out.
+    """Raise BrokerUnavailable if a transaction that began before one of the given end offsets stays open, because the
+    job can neither read nor omit the transaction's records.
     """
     found = sorted(_open_below(reader, ends).items())
     if not found:
@@ -283,10 +283,10 @@ def refuse_open(reader: KafkaReader, ends: Ends) -> None:
 
 
 def _open_below(reader: KafkaReader, ends: Ends) -> dict[TopicPartition, int]:
-    """Wait until all transactions that began before the end offsets have ended, for at most `_SETTLED_WITHIN_S`. Map
+    """Wait up to `_SETTLED_WITHIN_S` seconds until all transactions that began before the end offsets have ended. Map
     each partition in which a transaction is still open to the offset where the transaction began.
     """
-    # Spark would report the hidden records as deleted. Even after a commit, brokers may take a moment to show them.
+    # Spark would report the hidden records as deleted. Even after a commit, brokers may hide records for a moment.
     until_s, left = time.monotonic() + _SETTLED_WITHIN_S, ends
     while True:
         stable = {topic: reader.stable_ends(topic, part) for topic, part in left.items()}

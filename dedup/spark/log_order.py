@@ -20,7 +20,7 @@ _PART_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """The first offset, the last offset, and the number of rows of one Kafka partition in a job's input."""
+    """The first offset, last offset, and number of rows of one Kafka partition in a job's input."""
 
     topic: str
     partition: int
@@ -30,7 +30,7 @@ class PartitionBounds:
 
 
 class PlaceRanges(NamedTuple):
-    """The ranges into which one Kafka partition's offsets are divided; each range is sorted by one task."""
+    """The ranges into which one Kafka partition's offsets are divided. One task sorts each range."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -38,7 +38,7 @@ class PlaceRanges(NamedTuple):
     first: int
     """The number of the range that contains the partition's first offset."""
     cuts: tuple[int, ...]
-    """The offsets where the next ranges begin."""
+    """The offsets where the following ranges begin."""
 
 
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> list[PlaceRanges]:

@@ -1,4 +1,4 @@
-"""Judges whole Kafka partitions without a shuffle; each Spark task reads its logs one by one, in offset order.
+"""Judges whole Kafka partitions without a shuffle. Each Spark task reads its logs one by one, in offset order.
 
 In a direct topology, a worker judges each source partition separately. A Spark task can also judge each partition
 separately if each row group in the history's Parquet files contains records of a single Kafka partition. The task
@@ -33,9 +33,9 @@ from dedup.spark.reduce_side import ReducePlan, Reducer, sightings_after
 from dedup.spark.sightings import SIGHTINGS, current, live
 
 _MOST_LOG_ROWS: Final = 1 << 22
-"""Maximum number of records in a log; their sightings take less than 500 MB if IDs are no longer than UUIDs."""
+"""Maximum number of records in a log. Their sightings take less than 500 MB if IDs are no longer than UUIDs."""
 _SHUFFLE_FACTOR: Final = 2
-"""A job with a shuffle needs about this many times the CPU time of a job without one."""
+"""A job with a shuffle needs about this many times the CPU time of a job without a shuffle."""
 _PART_ROWS: Final = 65_536
 _PART_BYTES: Final = 32 << 20
 """A task judges at most about `_PART_ROWS` records or `_PART_BYTES` bytes at a time."""
@@ -49,9 +49,8 @@ def assigned(logs: Sequence[LogSplits], *, tasks: int, cores: int, extend: bool 
 
     Set ``extend`` to true if duplicates extend sightings; merging extended sightings takes twice the memory.
 
-    Return an empty list if a job with a shuffle is better: if a log has too many records for a task's memory, or if a
-    single task would take longer to judge the largest log than a job with a shuffle on ``cores`` cores would take to
-    judge all logs.
+    Return an empty list if a job with a shuffle is better: if a log has too many records for a task's memory, or if one
+    task would need more time for the largest log than a job with a shuffle on ``cores`` cores would need for all logs.
     """
     rows = [log.rows for log in logs]
     most_rows = _MOST_LOG_ROWS // (2 if extend else 1)

@@ -1,8 +1,8 @@
 """Reads runs that `dedup spark backfill` published, and defines the manifest that lists the files of a run.
 
 Renaming a directory is atomic only on a local disk or HDFS. On an object store, a job therefore leaves a run's files in
-a directory that Spark ignores, and publishes the run by writing the manifest last. A run that is published by a rename
-also has a manifest, so that readers notice missing files.
+a directory that Spark ignores, and publishes the run by finally writing the manifest. A run that is published by a
+rename also has a manifest, so that readers can detect missing files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunManifest:
 
 
 def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a Hadoop path
-    """Return the path of a run's report; the report exists if and only if the run was published."""
+    """Return the path of a run's report, which exists if and only if the run was published."""
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
 
@@ -72,7 +72,7 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
         return spark.read.format("delta").load(path).where(F.col("run") == run).drop("run")
     schema = StructType.fromJson(json.loads(manifest.schema))
     if not manifest.files:
-        # In a run with records, the column that is in the paths of the files is the last one, too.
+        # As in a run with records, the column that comes from the paths of the files is the last one.
         return spark.createDataFrame([], schema).select(
             *(name for name in schema.names if name != "verdict"), "verdict"
         )
@@ -115,8 +115,8 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> tuple[list[str],
 def delta_table_of(spark: SparkSession, path: str) -> tuple[str, str]:
     """Return the path of the Delta table that contains the rows at ``path``, and the SQL condition that selects them.
 
-    ``path`` is that of a table (the condition is then empty), or that of a run in a table, such as ``verdicts/run=may``
-    or ``verdicts/run=may/verdict=unique``. Raises SettingsError if the run was not published in the table.
+    ``path`` names a table (the condition is then empty) or a run in a table, such as ``verdicts/run=may`` or
+    ``verdicts/run=may/verdict=unique``. Raises SettingsError if the run was not published in the table.
     """
     inside = _IN_A_TABLE.fullmatch(path)
     if inside is None or DeltaLog(spark, path).versions() or not DeltaLog(spark, inside["root"]).versions():

@@ -70,32 +70,32 @@ MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-"""Compression halves the number of bytes, each of which is copied eight times between tasks."""
+"""Compression halves the number of bytes. Each byte is copied eight times between tasks."""
 _UNCOMPRESSED: Final = pa.ipc.IpcWriteOptions(use_threads=False)
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
-"""Number of rows that `Screener` processes at a time; they fit into the processor's caches."""
+"""Number of rows that `Screener` processes at a time. This many rows fit into the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
-"""A map task holds at most about `_MOST_ROWS` rows or `_MOST_BYTES` bytes before it sorts them."""
+"""A map task sorts rows after it has collected about `_MOST_ROWS` rows or `_MOST_BYTES` bytes."""
 _LEAST_ROWS: Final = 2_048
 _LEAST_BYTES: Final = 512 << 10
-"""Minimum average size of the packed values that a map task sends before its input ends, in rows or in bytes."""
+"""Minimum average size, in rows or in bytes, of the packed values that a map task sends before its input ends."""
 _UNPACKED_REDUCERS: Final = 128
 """A map task unpacks the buffered rows of this many reduce tasks at a time (about 64 MB)."""
 _MOST_PACKED_BYTES: Final = 16 << 20
-"""Uncompressed size at which a packed value is full; further rows for the same reduce task begin a new value."""
+"""Uncompressed size at which a packed value is full. Further rows for the same reduce task begin a new value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
 """Total size of buffered rows above which a task writes them to a file."""
 _MOST_RUNS: Final = 10_000
-"""Maximum number of offset runs in one Spark task; input that is read in log order has one run per partition."""
+"""Maximum number of offset runs in one Spark task. Input that is read in log order has one run per partition."""
 
 # The following algorithm computes stream time in one pass. Stream time is the running maximum of event time over a
 # source partition, but several Spark tasks read that partition. A task knows the running maximum within each of its
 # *offset runs* (sequences of ascending offsets), but not the greatest event time before the run. Therefore, at the end
 # of its input, each map task sends every reduce task a notice that describes the map task's offset runs. A reduce task
-# has all notices before it judges its first record. The log is neither read twice nor sorted as a whole.
+# has all notices before it judges its first record, so the log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
@@ -123,11 +123,11 @@ class OffsetRuns:
         self.all: Final[list[OffsetRun]] = []
 
     def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
-        """Return two arrays: for each record, the number that identifies its offset run, and the greatest event time of
-        the run so far.
+        """Return two arrays with, for each record, the number of its offset run and the greatest event time of the run
+        so far.
 
-        ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        there are more than `_MOST_RUNS` offset runs, which means that the rows are not in log order.
+        ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible for
+        more than `_MOST_RUNS` offset runs, which show that the rows are not in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -221,8 +221,8 @@ def ends_after(ends: LogEnds, later: Iterable[tuple[tuple[int, int], LogEnd]]) -
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Reconstruct the source records from a batch read from the repartition topic; return the records and the indexes
-    of idle markers.
+    """Reconstruct the source records from a batch of the repartition topic. Return the records and the indexes of idle
+    markers.
 
     The last two headers of each record contain the timestamp and coordinates of the source record, or mark the record
     as an idle marker. Raises InvariantBroken if a record was not written by a repartition task.
@@ -266,9 +266,9 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
     return batch.set_column(at, batch.schema.field(at), pa.array(column, batch.schema.field(at).type))
 
 
-# Rows are packed to save CPU time. In a shuffle, each row costs microseconds on its way out of Python, through the JVM,
-# and back. Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that
-# the cost depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
+# Rows are packed to save CPU time. In a shuffle, moving a row from Python through the JVM and back takes microseconds.
+# Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that the cost
+# depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
 #
 # Spark passes batches of `maxRecordsPerBatch` rows to Python regardless of their size, and a batch must stay below
 # 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
@@ -302,7 +302,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return all buffers; the caller must not add a buffer after this call."""
+        """Return all buffers. The caller must not add a buffer after this call."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -323,16 +323,16 @@ class Packer:
     """Packs the rows of one map task into separate values for each reduce task.
 
     Processing a packed value costs about as much CPU time as processing a hundred rows. Therefore, the packer buffers
-    sorted rows until the values are large enough or the map task ends: first in memory, and the rest in a file, which
-    is not compressed, because compressing rows twice would double the cost of packing.
+    sorted rows until the values are large enough or the map task ends. Rows that do not fit in memory are buffered in a
+    file without compression, because compressing rows twice would double the cost of packing.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
         """``batch_rows`` is the maximum number of rows in a batch that Spark passes to Python."""
         self._targets: Final = targets
         self._groups: Final = list(pairwise([*range(0, len(targets), _UNPACKED_REDUCERS), len(targets)]))
-        """Ranges of reduce tasks whose rows are unpacked together, each as the first task and the task after the last
-        one.
+        """Ranges of reduce tasks whose rows are unpacked together. Each range consists of the first task and the task
+        after the last one.
         """
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
@@ -356,7 +356,7 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: npt.NDArray[np.uint16]) -> Batches:
-        """Add rows, and yield packed rows once enough rows are buffered; ``reducers`` contains the index of each row's
+        """Add rows, and yield packed rows once enough rows are buffered. ``reducers`` contains the index of each row's
         reduce task in ``targets``.
         """
         if not batch.num_rows:
@@ -389,7 +389,7 @@ class Packer:
         return rows
 
     def _keep(self, rows: pa.RecordBatch) -> None:
-        # Once one batch is in the file, all later batches go there, too, so that their order is kept.
+        # After the first batch in the file, all later batches go to the file, so that the order is kept.
         if len(self._kept) == len(self._borders) - 1 and self._kept_bytes + rows.nbytes <= _IN_MEMORY_BYTES:
             self._kept.append(rows)
             self._kept_bytes += rows.nbytes
@@ -442,7 +442,7 @@ class Packer:
         count = 1 + self._batch_rows * packed.size // BATCH_BYTES
         offsets = np.full(count + 1, packed.size, np.int32)
         offsets[0] = 0
-        # The value is empty in all rows after the first, so that the receiver can ignore these rows.
+        # All rows after the first have an empty value, so that the receiver can ignore these rows.
         column = pa.BinaryArray.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), packed])
         columns = [pa.array(np.full(count, target, np.int32)), column, pa.nulls(count, pa.binary())]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
@@ -485,7 +485,7 @@ class ReceivedRows:
             yield batch.filter(pc.is_in(batch.column("id"), value_set=ids))
 
     def rows(self, without: Collection[str] = ()) -> Batches:
-        """Unpack and yield the rows, in the same order on every call; a yielded batch can combine several packed
+        """Unpack and yield the rows, in the same order on every call. A yielded batch can combine several packed
         values.
 
         The columns in ``without`` are not unpacked.
@@ -509,7 +509,7 @@ class ReceivedRows:
 
 
 def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions = _WRITE_OPTIONS) -> pa.Buffer:
-    """Return rows as an Arrow stream, which is compressed unless ``options`` say otherwise."""
+    """Return rows as an Arrow stream, which is compressed unless ``options`` specify otherwise."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
@@ -637,7 +637,7 @@ class Screener:
         return result.filter(pa.array(~np.isin(np.arange(batch.num_rows), list(idle)))) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
-        """Return the stream time at each row of the repartition topic; a Spark task reads one partition after
+        """Return the stream time at each row of the repartition topic, whose partitions a Spark task reads one after
         another.
         """
         result = np.empty(len(partitions), np.int64)

@@ -63,16 +63,16 @@ JUDGED: Final = (
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
-"""`dedup_time_ms` is the event time by which the record was judged (0 if the record has none, and the greatest allowed
-time if it was clamped). `reason` is the reason code of a dead letter, an exempt record, or a forwarded conflict.
-`dedup_partition` and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of
-a log. `stream_time_ms` is the task's stream time after the record. The `first_*` columns describe the sighting that a
-duplicate repeats.
+"""`dedup_time_ms` is the event time by which the record was judged: 0 if the record has no event time, and the greatest
+allowed time if the event time was clamped. `reason` is the reason code of a dead letter, an exempt record, or a
+forwarded conflict. `dedup_partition` and `dedup_offset` are the position in the task's log, or null if rows are not
+judged in the order of a log. `stream_time_ms` is the task's stream time after the record. The `first_*` columns
+describe the sighting that a duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 _TASKS: Final[Mapping[Mode, tuple[str, str]]] = {"direct": ("partition", "offset"), "log": (TASK, PLACE)}
-"""Maps a mode that judges rows in the order of a task's log to the columns with the log's partition and offset."""
+"""Maps each mode that judges rows in the order of a task's log to the columns with the log's partition and offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +205,9 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self, folded: FoldedRows) -> Batches:
-        """Yield the records with their verdicts, in the same batches and order as `Received.rows`."""
+        """Yield the records with their verdicts, in the batches and order of `Received.rows`."""
         stream_ms = folded.stream_ms
-        # Rows that were not judged keep zeros, which are not used.
+        # Rows that were not judged keep unused zeros.
         decided = Decided.of(np.zeros(len(stream_ms), np.int8))
         columns = [each.name for each in fields(Decided)]
         for name in columns:
@@ -272,7 +272,7 @@ class Reducer:
                 return within
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the sort columns that put the rows of an ID into judging order, least significant column first."""
+        """Return the columns by which to sort the rows of an ID into judging order, least significant column first."""
         match self._plan.mode:
             case "direct" | "log":
                 partition, offset = _TASKS[self._plan.mode]
@@ -286,8 +286,8 @@ class Reducer:
         return [column[several] for column in columns]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return ``order``, with rows that have the same ID and event time sorted by content digest, and rows with the
-        same content by the columns of their paths, so that the order never depends on the order of arrival.
+        """Return ``order``, in which rows that have the same ID and event time are sorted by content digest, and rows
+        with the same content by the columns of their paths. The order therefore never depends on the order of arrival.
         """
         times_ms = integers_of(rows, TIME)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
@@ -302,7 +302,8 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return three numbers for each wanted row: two of its content digest, and the digest of its file's columns.
+        """Return three numbers for each wanted row: two for its content digest, and one for the digest of its file's
+        columns.
 
         At most one batch of content is in memory at a time.
         """

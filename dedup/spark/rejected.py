@@ -1,4 +1,4 @@
-"""Keeps the records that `dedup spark upsert` cannot turn into rows. Nothing that exists is overwritten or deleted."""
+"""Keeps the records that `dedup spark upsert` cannot turn into rows. No existing file is overwritten or deleted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def keep_rejected(rejected: DataFrame, path: str | None) -> Rejected:
         run = f"upsert={datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}"
         own = f"{path.rstrip('/')}/{run}"
         rejected.write.mode("errorifexists").parquet(own)
-        # Spark interprets a path that it reads, but not a path that it writes, as a pattern.
+        # Spark treats a path as a pattern when reading, but not when writing.
         kept = rejected.sparkSession.read.parquet(literal(own))
         rows = kept.groupBy("reason").count().orderBy(fn.desc("count")).collect()
         return Rejected({row["reason"]: row["count"] for row in rows}, own)
@@ -82,7 +82,9 @@ def refuse_overlap(
 
 
 def _location(spark: SparkSession, table: str) -> list[str]:
-    """Return the directory of a table in a catalog, or an empty list for a table without one, such as a view."""
+    """Return the directory of a table in a catalog as a list, which is empty for a table without a directory, such as a
+    view.
+    """
     facts = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()}
     return [facts["Location"]] if facts.get("Location") else []
 

@@ -1,7 +1,7 @@
 """Converts the rows of a table to events in JSON, and finds columns that a topology can never judge.
 
-The bytes of an event depend only on its row, never on the settings of the Spark session. Otherwise, an ID that is
-stored in one session would not be found again in another one.
+The bytes of an event depend only on its row, never on the settings of the Spark session. Otherwise, an ID that one
+session stored would not be found in another session.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _REPLACEMENT: Final = "\ufffd"
 _BYTES: Final = "ISO-8859-1"
 """The encoding in which each byte is one character, so that text in this encoding can hold any bytes."""
 _BARE: Final = "\u0100"
-"""Encloses text that appears in the JSON without quotes. No text in the encoding `_BYTES` contains this character."""
+"""The character that encloses unquoted text in the JSON. No text in the encoding `_BYTES` contains this character."""
 _MOST_NAMES: Final = 20
 _INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 
@@ -77,16 +77,16 @@ def quoted(name: str) -> str:
 def as_events(table: DataFrame) -> Column:
     """Return a column with each row as JSON bytes, without null members.
 
-    Times are in UTC. Times that are more precise than milliseconds keep all their digits, because cutting off digits
-    could make two different events equal. NaN counts as null, because pandas writes NaN for a missing number. A row
-    that JSON cannot express, because a string is not UTF-8 or a number is infinite, keeps the string's bytes, or
-    contains the word Infinity. Such bytes are not JSON, so the event becomes a dead letter.
+    Times are in UTC. Times that are more precise than milliseconds keep all digits, because truncation could make
+    different events equal. NaN counts as null, because pandas writes NaN for a missing number. JSON cannot express a
+    string that is not UTF-8 or an infinite number. The result then contains the string's bytes or the word Infinity,
+    and is not JSON, so the event becomes a dead letter.
     """
     columns = [(F.col(quoted(field.name)), field) for field in table.schema.fields]
     json = F.to_json(_members(columns, raw=False), _JSON)
     raw = F.to_json(_members(columns, raw=True), _JSON)
     bare = F.replace(F.replace(raw, F.lit(f'"{_BARE}'), F.lit("")), F.lit(f'{_BARE}"'), F.lit(""))
-    # Values that Spark itself writes, such as variants, can contain other characters, which `encode` would refuse.
+    # Values that Spark itself writes, such as variants, can contain other characters, which `encode` would reject.
     raw_bytes = F.encode(F.regexp_replace(bare, r"[^\x00-\xff]", "?"), _BYTES)
     # Searching every string of every row for bytes that are not UTF-8 would take too long. Java replaces such bytes
     # with U+FFFD, which can be found quickly in the JSON text.
@@ -102,13 +102,13 @@ def _member(column: Column, field: StructField, *, raw: bool) -> Column:
     name = field.name.encode().decode(_BYTES) if raw else field.name
     written = _exact(column, field.dataType, raw=raw)
     if isinstance(field.dataType, FloatType | DoubleType | DateType):
-        # The metadata tells Spark whether the column has a DEFAULT, in which case Spark writes its nulls, too.
+        # The metadata tells Spark whether the column has a DEFAULT; if so, Spark also writes nulls.
         return written.alias(name, metadata=field.metadata)
     return written.alias(name)
 
 
 def _exact(column: Column, kind: DataType, *, raw: bool) -> Column:
-    """Return the column in a form that `to_json` writes without losing anything.
+    """Return the column in a form that `to_json` writes without loss.
 
     With ``raw``, the characters of strings are the bytes of the original strings, and numbers are between `_BARE`.
     """
@@ -206,8 +206,8 @@ def not_for_python(schema: StructType) -> Iterator[Problem]:
 
 
 def lacking(topology: Topology, absent: Collection[str], remedy: str) -> Iterator[Problem]:
-    """Yield a problem for the tracking ID or the event time if no record can have it, because the input does not have
-    the columns ``absent`` of `columns.RECORDS`.
+    """Yield a problem for the tracking ID or the event time if no record can have one, because the input lacks the
+    columns ``absent`` of `columns.RECORDS`.
     """
     if not any(_can_have(rule, absent) for rule in alternatives_of(topology.tracking_id.rule)):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {remedy}")
@@ -251,9 +251,9 @@ def unfit_columns(schema: StructType, topology: Topology) -> Iterator[Problem]:
 
 
 def type_at(schema: StructType, path: Path) -> DataType | str:
-    """Return the type at a path (`VariantType` if only the rows show it), or the reason why no row has the path.
+    """Return the type at a path (`VariantType` if only the rows show the type), or the reason why no row has the path.
 
-    For a user-defined type, this is the type in which Spark stores it.
+    For a user-defined type, the function returns the type in which Spark stores the values.
     """
     kind: DataType = schema
     for at, step in enumerate(path):

@@ -4,16 +4,16 @@ The command judges the history as a backfill does, and keeps the sightings that 
 writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions records, the
 command commits the source offsets before it writes any sightings. Spark tasks then write the sightings of each
 partition under the fleet's transactional IDs. A partition's last transaction contains the task record, the seed mark in
-the phase `seeded`, and the group's offset. If a worker's task starts on a partition that is not fully seeded, the task
-stops with StateIncompatible.
+the phase `seeded`, and the group's offset. A worker's task that starts on a partition that is not fully seeded stops
+with StateIncompatible.
 
-The seed marks contain the seed's name, offsets, and clock time. Therefore, if the command is killed, running the
-command again writes the same records and finishes the seed. The command rejects a second run with a different history
-or different offsets, because otherwise records of the first run would stay in the changelog.
+The seed marks contain the seed's name, offsets, and clock time. Therefore, after the command is killed, a second run
+writes the same records and finishes the seed. The command rejects a second run with a different history or different
+offsets, because otherwise records of the first run would stay in the changelog.
 
-Writing a changelog record twice is harmless, so Spark can repeat task attempts or run several at the same time. If an
-upstream Spark task fails, the writing task sees only a normal end of input. The writing task therefore commits a
-partition's last transaction only if the count and digest of the records match the seed mark.
+Writing a changelog record twice is harmless, so Spark can repeat task attempts or run several at the same time. To the
+writing task, the failure of an upstream Spark task looks like a normal end of input. The writing task therefore commits
+a partition's last transaction only if the count and digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _ClusterState:
     next_offsets: Mapping[int, int]
     """Maps each task to the offset where it will begin to read its feeding partition."""
     judged_at_ms: int
-    """The wall-clock time of this seed's first run, which decides which event times are in the future."""
+    """The wall-clock time of this seed's first run, which determines which event times are in the future."""
     marks: Mapping[int, SeedMark]
     """The seed marks of an earlier run, by partition; empty in the first run."""
 
@@ -146,8 +146,8 @@ def seed(
     """Write a fleet's changelog and offsets as if the fleet had judged the history up to ``until``.
 
     ``history`` is a `History` of files or a DataFrame with the schema `columns.RECORDS`; if ``history`` is None, the
-    source topics are read from the beginning. The function ignores rows that, according to their offset or timestamp,
-    the fleet will read. ``commit_rows`` is the number of changelog records per transaction. Raises StateIncompatible,
+    source topics are read from the beginning. The function ignores rows whose offset or timestamp shows that the fleet
+    will read them. ``commit_rows`` is the number of changelog records per transaction. Raises StateIncompatible,
     without writing a seed, if the group or the changelog contains state that `dedup spark seed` did not write. Also
     raises StateIncompatible if an earlier run began a different seed, or if all records in the history are dead
     letters. Raises BrokerUnavailable if a transaction that began before ``until`` stays open.
@@ -230,11 +230,11 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState, *,
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows that, according to their offset or timestamp, the fleet will read."""
+    """Return the history without the rows whose offset or timestamp shows that the fleet will read them."""
     pairs = ((f"{place.topic}/{place.partition}", offset) for place, offset in found.begins.items())
     begins = fn.create_map(*(fn.lit(each) for pair in pairs for each in pair))
     begin = begins[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
-    # Rows of partitions that are not source partitions are kept here, because `fold_history` rejects them.
+    # Rows that do not belong to source partitions are kept, because `fold_history` must reject them.
     mine = fn.col("offset").isNull() | begin.isNull() | (fn.col("offset") < begin)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
@@ -285,7 +285,7 @@ def _marks(
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
-    """Seed the partitions that have sightings; return, for each one, whether an earlier run had already finished it."""
+    """Seed the partitions that have sightings. Map each partition to whether an earlier run had already finished it."""
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -451,7 +451,7 @@ class _SeedWriter:
         """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
 
         A `seeding` mark prevents the fleet from starting a task on the mark's partition. If the topology repartitions
-        records, the method then commits the source offsets, because otherwise a fleet started during the seed would
+        records, the method then commits the source offsets; otherwise, a fleet started during the seed would
         repartition the history.
         """
         marks = {} if found.marks else self._plan.marks
@@ -472,14 +472,14 @@ class _SeedWriter:
             await session.drop()
 
     async def write_empty(self) -> dict[int, bool]:
-        """Finish the partitions without sightings; return, for each partition, whether an earlier run had already
-        finished it.
+        """Finish the partitions without sightings. Map each partition to whether an earlier run had already finished
+        it.
         """
         empty = [task for task, mark in self._plan.marks.items() if not mark.sightings]
         return {task: await self.write(task, ()) for task in empty}
 
     async def write(self, partition: int, rows: Iterable[Row]) -> bool:
-        """Seed one changelog partition, and return False; if an earlier run seeded the partition, write nothing and
+        """Seed one changelog partition, and return False. If an earlier run seeded the partition, write nothing and
         return True.
 
         After PartitionTruncated, TaskMigrated, or CommitUnknown, the caller must write the whole partition again.
@@ -493,7 +493,7 @@ class _SeedWriter:
             # Read the offset in this attempt's own epoch, after the transactions of older attempts have ended.
             if await self._is_begun(feeding):
                 return True
-            # The changelog holds the whole state; if it later begins at a higher offset, it was truncated.
+            # The changelog holds the whole state. If it later begins at a higher offset, it was truncated.
             changelog = self._changelog(partition)
             kept_from = (await bounds_of(self._wire, changelog)).start
             await self._write_rows(session, partition, rows)
@@ -533,7 +533,7 @@ class _SeedWriter:
         lines: Mapping[TopicPartition, list[Line]],
         offsets: Mapping[TopicPartition, Position] | None = None,
     ) -> None:
-        """Commit changelog records and offsets; if the result of a commit is unknown, repeat the commit in a new epoch.
+        """Commit changelog records and offsets. If the result of a commit is unknown, repeat the commit in a new epoch.
 
         A repeated commit can write the records twice. Raises TaskMigrated if another owner has taken over the
         partition, and CommitUnknown after `_MOST_ATTEMPTS` attempts.
@@ -542,7 +542,7 @@ class _SeedWriter:
             try:
                 if attempt:
                     await session.open()
-                    # A task may have advanced the offset in the meantime, so the offset must not be set back.
+                    # A task may have advanced the offset in the meantime, and the offset must not go back.
                     if offsets and await self._is_begun(*offsets):
                         return
                 for target, part in lines.items():

@@ -1,4 +1,4 @@
-"""Turns a history into the state of a fleet: the unexpired sightings, and the stream time and feeds of each task."""
+"""Turns a history into the state of a fleet: the unexpired sightings, and each task's stream time and feeds."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _refuse_unplaceable(history: History, topology: Topology, source_partitions:
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
     """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
 
-    In a direct topology, a task's number is its source partition; for rows without coordinates, Kafka's default
-    partitioner determines the partition from the key. With a repartition topic, Kafka's default partitioner determines
+    In a direct topology, a task's number is its source partition. For rows without coordinates, Kafka's default
+    partitioner determines this partition from the key. With a repartition topic, Kafka's default partitioner determines
     the task's number from the ID.
     """
     if topology.direct and order == "offsets":
@@ -156,7 +156,7 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
 def _progress(
     verdicts: DataFrame, topology: Topology, tasks: int, source_partitions: Mapping[str, int], order: Order
 ) -> dict[int, SeedProgress]:
-    """Return each task's stream time, and the greatest event time of each feed of the task."""
+    """Return each task's stream time, and the greatest event time of each of its feeds."""
     moved = verdicts.where("verdict IN ('unique', 'duplicate', 'conflict', 'late')")
     grouped = moved.groupBy("dedup_partition", "topic", "partition").agg(fn.max("dedup_time_ms"))
     found: defaultdict[int, dict[tuple[str | None, int | None], int]] = defaultdict(dict)
@@ -180,7 +180,7 @@ def _progress(
 
 
 def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, changelog.SeedMark]:
-    """Return the newest seed mark in each changelog partition; the result is empty if the fleet was not seeded."""
+    """Return the newest seed mark in each changelog partition. The result is empty if the fleet was not seeded."""
     options = {**kafka_options(settings), "subscribe": topology.changelog_topic, "startingOffsets": "earliest"}
     records = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
     marks = records.where(fn.col("key") == fn.lit(changelog.SEED_MARK_KEY)).groupBy("partition")
@@ -206,8 +206,8 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Encode each list of sightings; if every list has one sighting and no duplicate extended a sighting, use a fast
-    path.
+    """Encode each list of sightings. A fast path applies if every list has one sighting and no duplicate extended a
+    sighting.
     """
     flat = lists.flatten()
     first, last, *place = (flat.field(name).to_numpy(zero_copy_only=False) for name in _SEEN[:-1])

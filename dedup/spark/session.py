@@ -52,7 +52,7 @@ _NO_ARRIVAL: Final = re.compile(
     rf"USER_RAISED_EXCEPTION\] ({re.escape(NO_ARRIVAL)} .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
 )
 _NO_FILE_SYSTEM: Final = re.compile(
-    # Hadoop names the class of a scheme that it knows, such as abfss, and the scheme itself otherwise.
+    # Hadoop names the class for a scheme that it knows, such as abfss; otherwise, it names the scheme itself.
     r'No FileSystem for scheme "(?P<scheme>[\w.+-]+)"|Class (?P<name>org\.apache\.hadoop\.fs\.[\w.$]+) not found'
 )
 _MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
@@ -82,11 +82,11 @@ _SILENCED: Final = {
     ),
     "org.apache.spark.executor.Executor": "Exception in task .*",
     "org.apache.spark.scheduler.DAGScheduler": "Failed to cancel job group .*",
-    # Spark tries three times; the error of the last attempt ends the query.
+    # Spark tries three times. The error of the last attempt ends the query.
     "org.apache.spark.sql.kafka010.KafkaOffsetReaderAdmin": r"(?s)Error in attempt \d+ getting Kafka offsets.*",
 }
 """Maps loggers of Spark to Java patterns of the messages that are suppressed. These messages report tasks that failed
-because no broker responded or because their query was stopped, or repeat what is reported in more detail elsewhere.
+because no broker responded or because their query was stopped, or repeat more detailed reports.
 """
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 
@@ -99,8 +99,8 @@ _CONF: Final = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
-    # Python workers keep freed memory for the next batch, because fresh pages of memory are expensive. Together, the
-    # two settings of malloc save a sixth of the workers' time, and an Arrow memory pool that uses malloc saves another
+    # Python workers keep freed memory for the next batch, because new memory pages are expensive. Together, the two
+    # settings of malloc save a sixth of the workers' time, and an Arrow memory pool that uses malloc saves another
     # fifth.
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -166,7 +166,7 @@ def reason_of(error: Py4JJavaError | PySparkException) -> str:
 def _without_file_system(text: str, scheme: str | None = None) -> SettingsError | None:
     """Return the error for a path whose scheme no file system serves, or None if ``text`` reports another error.
 
-    ``scheme`` is that of the path, if the caller knows it, because ``text`` may name a class instead.
+    ``scheme`` is the path's scheme, if known to the caller, because ``text`` may name a class instead.
     """
     found = _NO_FILE_SYSTEM.search(text)
     if found is None:
@@ -223,8 +223,8 @@ class HadoopDirectory:
     def refuse_unwritable(self, option: str, probe: str | None = None) -> None:
         """Raise SettingsError, for the option that names the directory, if no file can be written to the directory.
 
-        To find out, the method writes and deletes a file named ``probe``, and a missing directory with it. Without
-        ``probe``, the file has a new name that Spark and Delta ignore.
+        To check this, the method writes and deletes a file named ``probe``, and creates and deletes a missing
+        directory. Without ``probe``, the file has a new name that Spark and Delta ignore.
         """
         file = self.at(probe or f"_{uuid4().hex}.part")
         try:
@@ -338,7 +338,7 @@ async def connected(settings: Settings, client_id: str, *, patience_ms: int | No
 def raised_by_dedup(text: str) -> DedupError | None:
     """Return the error that the text of a Spark error reports, or None if the error is not one of dedup's.
 
-    This is either the error that dedup raised on an executor, or BrokerUnavailable if no broker answered Spark.
+    The result is either the error that dedup raised on an executor, or BrokerUnavailable if no broker answered Spark.
     """
     ours = _RAISED.search(text)
     if ours is not None:
@@ -398,15 +398,15 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return this process's Spark session; if no session exists, create one with a suitable Java version, the current
-    Python, and the jars of ``packages``.
+    """Return this process's Spark session. If no session exists, create a session with a suitable Java version, the
+    current Python, and the jars of ``packages``.
 
-    An existing session, such as that of a notebook, keeps all settings but those in ``conf``, and gets no jars. For a
-    new session, ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the
-    master is ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf``
-    lists jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a
-    jar cannot be obtained, or if the version of PySpark is not supported. Raises SettingsError if Spark refuses
-    ``master`` or ``conf``.
+    An existing session, such as a notebook's, keeps all settings except those in ``conf``, and gets no jars. For a new
+    session, ``conf`` takes precedence over the settings that this function chooses. If ``master`` is None, the master
+    is ``local[*]`` or, under spark-submit, the master that spark-submit sets. Under spark-submit, or if ``conf`` lists
+    jars, the function downloads no jars and accepts any version of Spark. Raises BrokerUnavailable if Java or a jar
+    cannot be obtained, or if the version of PySpark is not supported. Raises SettingsError if Spark refuses ``master``
+    or ``conf``.
     """
     wanted, given = tuple(packages), conf or {}
     _refuse_master(master or given.get("spark.master"))
@@ -428,7 +428,7 @@ def session_for(
 def _is_running() -> bool:
     """Return whether this process has a Spark session."""
     try:
-        # The last session stays known if somebody stops only its context.
+        # PySpark still returns the last session if only the session's context was stopped.
         return SparkSession.active().sparkContext._jsc is not None  # noqa: SLF001
     except PySparkException:
         return False
@@ -437,7 +437,7 @@ def _is_running() -> bool:
 def _settings_of_new(
     topology: Topology | None, master: str | None, wanted: Collection[Package], *, submitted: bool
 ) -> dict[str, str]:
-    """Return the settings of a new session. Afterwards, the environment names its Java and Python."""
+    """Return the settings of a new session, and make the environment name the session's Java and Python."""
     settings = dict(_CONF)
     if topology is not None:
         settings["spark.app.name"] = f"dedup {topology.name}"
@@ -472,11 +472,11 @@ def _started(settings: Mapping[str, str]) -> SparkSession:
 
 
 def _silence_outages(session: SparkSession) -> None:
-    """Suppress Spark's log messages about brokers that do not respond; dedup logs one line a minute instead.
+    """Suppress Spark's log messages about unresponsive brokers. Instead, dedup logs one line a minute.
 
     The Kafka clients of the driver would log several lines a second. For each failed task, `Executor` and
     `TaskSetManager` would each log a stack trace. `TaskSetManager` still logs tasks that failed for other reasons.
-    Calling the function again changes nothing.
+    Repeated calls change nothing.
     """
     log4j = _log4j(session)
     set_level, level = log4j.core.config.Configurator.setLevel, log4j.Level

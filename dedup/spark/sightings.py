@@ -54,7 +54,7 @@ LAYER: Final = from_arrow_schema(_LAYER_SCHEMA)
 of a task, with null in all other columns.
 """
 PACKED_AT_ONCE: Final = 131_072
-"""Maximum number of sightings in one packed value, whose uncompressed size is then about 8 MB."""
+"""Maximum number of sightings in one packed value, which then has an uncompressed size of about 8 MB."""
 _HELD: Final = 1 << 20
 """Number of sightings that `LayerWriter` collects before packing them."""
 
@@ -166,7 +166,7 @@ class Layer:
     buckets: int
     rows: int
     newest_ms: int
-    """The greatest `last_ms` in the layer; when the sighting with this time expires, the whole layer has expired."""
+    """The greatest `last_ms` in the layer. When the sighting with this time expires, the whole layer has expired."""
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:

@@ -98,7 +98,7 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the paths of the jars that the packages need in addition to PySpark's own jars; download missing ones.
+    """Download missing jars, and return the paths of the jars that the packages need in addition to PySpark's own jars.
 
     Raises BrokerUnavailable with the Maven coordinates if Maven Central cannot be reached or lacks a jar, and
     SettingsError if the cache for the jars cannot be written.
@@ -108,7 +108,7 @@ def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = No
     found: dict[str, Path] = {}
     for package in packages:
         directory = root / "dedup" / f"spark-{pyspark.__version__}" / package
-        # Unlike `Path.is_dir`, this is no error in a home directory that this user may not look into.
+        # Unlike `Path.is_dir`, this does not fail in a home directory that the user may not list.
         if not os.access(directory, os.X_OK):
             _fetch(coordinates(package, pyspark.__version__), directory)
         found |= {jar.name: jar for jar in sorted(directory.glob("*.jar"))}

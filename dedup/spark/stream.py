@@ -8,8 +8,8 @@ fleet can take over where a stream stops, and vice versa. A fleet and a stream t
 other.
 
 A topology with a repartition topic needs two queries. The query `repartition` writes records to the repartition topic,
-in which records with the same ID share a partition. The query `dedup` judges the records in the order in which the
-repartition topic stores them.
+in which records with the same ID share a partition. The query `dedup` judges the records in the order of the
+repartition topic.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _IDLE_LOOK_S: Final = 0.5
 _IDLE_ENDS_WITHIN_S: Final = 5.0
 _QUERY_LOOK_S: Final = 0.2
 _BATCHES_END_WITHIN_S: Final = 10.0
-"""How long a stopped stream waits for the end of its current micro-batches; Kubernetes kills a process after 30 s."""
+"""How long a stopped stream waits for its current micro-batches to end. Kubernetes kills a process after 30 s."""
 _TASKS_LOOK_S: Final = 2.0
 _PATIENCE: Final = dict.fromkeys(("kafka.default.api.timeout.ms", "kafkaConsumer.pollTimeoutMs"), "900000")
 """How long Spark's Kafka source waits for a broker, in ms, before it tries again. Spark tries three times to find the
@@ -127,7 +127,7 @@ class Prepared:
     kept: Mapping[TopicPartition, int]
     """Maps each partition to the first offset that Kafka holds."""
     committed: Mapping[TopicPartition, int]
-    """Maps each partition of which the group has an offset to that offset."""
+    """Maps each partition with an offset of the group to that offset."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
         """Return the start offsets of the partitions that the tasks of a sub-topology read."""
@@ -211,7 +211,7 @@ async def _with_positions(topology: Topology, settings: Settings, cluster: Clust
 
 
 async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> list[TopicPartition]:
-    """Return those of the partitions in which markers or aborted records follow the committed offset."""
+    """Return the partitions in which markers or aborted records follow the committed offset."""
     name = ready.topology.name
     async with connected(ready.settings, f"dedup-{name}-spark") as wire:
 
@@ -224,7 +224,7 @@ async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> 
 
 @asynccontextmanager
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[TaskGroup]:
-    """Yield a task group with one started task for the partition; the task begins with empty local state."""
+    """Yield a task group with one started task for the partition. The task begins with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
         here = ready.settings.model_copy(update={"state_dir": Path(empty)})
         group = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build((feeding,))
@@ -240,8 +240,8 @@ class _IdleMarks:
     """A driver thread that writes idle markers to the repartition topic for source partitions without new records.
 
     Without a marker, an idle source partition holds back stream time, so no record is late and no sighting expires. The
-    `repartition` task of the idle partition writes the marker, but only while no micro-batch is running, because the
-    marker's transaction would fence a running task.
+    marker is written by the `repartition` task of the idle partition, but only while no micro-batch is running, because
+    the marker's transaction would fence a running task.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -254,7 +254,7 @@ class _IdleMarks:
         (inf once a marker has been written).
         """
         self.failure: Exception | None = None
-        """The error that must end the stream, because without markers stream time would stand still, or None."""
+        """The error that must end the stream, or None. Without markers, stream time would not advance."""
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -263,7 +263,7 @@ class _IdleMarks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching. The next epoch aborts a marker's transaction that is open."""
+        """Stop watching. The next epoch aborts an open transaction of a marker."""
         self._over.set()
         if self._loop is not None and self._watching is not None:
             with suppress(RuntimeError):  # the loop is closed already
@@ -312,15 +312,15 @@ class _IdleMarks:
         self._quiet[feeding] = position, since_s
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return a partition's position if only transaction markers and aborted records follow it; otherwise, return
-        None.
+        """Return a partition's position if only transaction markers and aborted records follow the position; otherwise,
+        return None.
         """
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write an idle marker unless a micro-batch is running or has moved the position; return whether a marker was
+        """Write an idle marker unless a micro-batch is running or has moved the position. Return whether a marker was
         written.
         """
         if not self.busy.acquire(blocking=False):
@@ -348,7 +348,7 @@ class StreamOptions:
     most_offsets: int = 1_000_000
     """Maximum number of offsets in a micro-batch."""
     commit_rows: int = 100_000
-    """Number of rows in a transaction; no transaction may stay open longer than `transaction_timeout`."""
+    """Number of rows in a transaction. No transaction may stay open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
     """Let a new group write to an output topic that already contains records; see `dedup.worker.topics`."""
     on_batch: Callable[[BatchReport], None] | None = None
@@ -367,16 +367,17 @@ class _Query:
     registry: SchemaRegistry | None
     """The schema registry, or None if values do not name their schemas."""
     failure: DedupError | None = None
-    """The error that stopped the query; it is kept here, because Spark passes on only the text of an error."""
+    """The error that stopped the query, stored here because Spark passes on only the text of an error."""
     query: StreamingQuery | None = None
     restarted: bool = False
     idle: threading.Event = field(default_factory=threading.Event)
     """Set while no micro-batch is being judged."""
     healed: set[TopicPartition] = field(default_factory=set)
-    """The partitions whose damaged local state was restored; if it is damaged again, the stream ends, as a worker does.
+    """The partitions whose damaged local state was restored. If the state is damaged again, the stream ends, as a
+    worker does.
     """
     stopping: bool = False
-    """True as soon as Spark is told to stop the query, which interrupts it."""
+    """True as soon as Spark is told to stop the query, which interrupts the query."""
 
     @property
     def name(self) -> str:
@@ -418,7 +419,7 @@ class _Query:
     def _judge_batch(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and commit a micro-batch. If a task attempt reports an error, raise that error.
 
-        Raises StateIncompatible if the state of a partition is too large now.
+        Raises StateIncompatible if the state of a partition has become too large.
         """
         began_s, ready = time.monotonic(), self.ready
         settings = PicklableSettings.of(ready.settings)
@@ -442,7 +443,7 @@ class _Query:
     ) -> Iterator[PartitionReport]:
         """Let tasks commit the offsets after aborted records in the partitions that had no row to judge.
 
-        Without rows, Spark does not say which Kafka partition one of its partitions belongs to.
+        Without rows, Spark does not show which Kafka partition a Spark partition belongs to.
         """
         silent = [place for place in self.ready.feeding(self.sub_topology) if place not in judged]
         try:
@@ -457,7 +458,7 @@ class _Query:
         return _reports_in(frame.mapInArrow(partial(pass_markers, plan), REPORT).collect())
 
     def goes_on(self, spark: SparkSession) -> bool:
-        """Return whether the query is active; if a known Spark defect (`_failed_in_report`) has stopped the query,
+        """Return whether the query is active. If a known Spark defect (`_failed_in_report`) has stopped the query,
         restart it once.
         """
         if self.query is None or self.query.isActive:
@@ -470,7 +471,7 @@ class _Query:
         return True
 
     def stop(self, until_s: float, at_once: threading.Event) -> None:
-        """Stop the query after its current micro-batch, at the latest at the monotonic time ``until_s``, or as soon as
+        """Stop the query after its current micro-batch, but no later than the monotonic time ``until_s``, or as soon as
         ``at_once`` is set.
         """
         if self.query is None:
@@ -539,7 +540,7 @@ def _failed_tasks(spark: SparkSession) -> int:
 
 @dataclass(slots=True)
 class Running:
-    """A running stream; its method `wait` returns when the stream has ended."""
+    """A running stream, whose method `wait` returns when the stream has ended."""
 
     _spark: SparkSession
     _queries: Sequence[_Query]
@@ -568,7 +569,9 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Wait until every query has either stopped or read all its input. If a query has failed, raise its error."""
+        """Wait until every query has either stopped or read all its input. If a query has failed, raise the query's
+        error.
+        """
         try:
             self._watch(self._queries[:1] if self._in_turn else self._queries)
             for query in self._queries[1:] if self._in_turn else ():
@@ -592,7 +595,7 @@ class Running:
                 stack.callback(self._idle_marks.stop)
 
     def _log_errors_again(self) -> None:
-        """Let later queries of this session log their errors, if this stream has turned off the logging of errors."""
+        """Let later queries of this session log errors again, if this stream has turned off the logging of errors."""
         if any(query.failure is not None for query in self._queries):
             log_query_errors(self._spark, on=True)
 
@@ -606,7 +609,7 @@ class Running:
         self._stopping.set()
 
     def _watch(self, queries: Sequence[_Query]) -> None:
-        """Wait until one of the queries has ended or `stop` has been called; log that tasks have failed."""
+        """Wait until one of the queries has ended or `stop` has been called. Log that tasks have failed."""
         failing, looked_s = False, time.monotonic()
         while all(query.goes_on(self._spark) for query in queries):
             if self._stopping.wait(_QUERY_LOOK_S):

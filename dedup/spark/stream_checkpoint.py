@@ -1,6 +1,6 @@
 """Reads and checks the checkpoint directory of a stream, in which Spark stores the offsets of each query.
 
-The position is in the state, so a stream needs the directory only to continue in the middle of a micro-batch.
+The state contains the position, so a stream needs the directory only to continue in the middle of a micro-batch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _refuse_files(checkpoint: HadoopDirectory) -> None:
 def claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
     """Write the stream's identity (`Prepared.identity`) to a new checkpoint directory.
 
-    The identity is necessary because Spark does not check whether a checkpoint belongs to a query; without the
-    identity, Spark would use one topology's offsets for another topology. Raises StateIncompatible and changes nothing
-    if the directory contains a different identity, or contains files but no identity.
+    The identity is necessary because Spark does not check whether a checkpoint belongs to a query. Without it, Spark
+    would use one topology's offsets for another topology. Raises StateIncompatible and changes nothing if the directory
+    contains a different identity, or contains files but no identity.
     """
     path = checkpoint.at(_IDENTITY_FILE)
     if not has_begun(checkpoint):
@@ -71,9 +71,9 @@ def claim(checkpoint: HadoopDirectory, identity: Mapping[str, object]) -> None:
 
 
 def continues_at(checkpoint: HadoopDirectory, query: str) -> dict[TopicPartition, int]:
-    """Return the offsets at which Spark would continue a query; a micro-batch that Spark has not committed is repeated.
+    """Return the offsets at which Spark would continue a query. Spark repeats a micro-batch that it has not committed.
 
-    The result is empty if there are no offsets yet, or if they cannot be read.
+    The result is empty if no offsets are stored yet, or if the offsets cannot be read.
     """
     try:
         planned = _numbers(checkpoint, f"{query}/offsets")
@@ -97,7 +97,8 @@ def leave_behind(
 
     This can happen if a fleet has judged the records, or if the stream was stopped before Spark committed its last
     micro-batch. Without a checkpoint, the query begins at the group's committed offsets. ``kept`` maps each partition
-    to the first offset that Kafka holds, and ``committed`` to the group's offset, which is not below the first one.
+    to the first offset that Kafka holds. ``committed`` maps each partition to the group's offset, which is not below
+    the first offset.
 
     Raises StateIncompatible if the group has no offset of such a partition.
     """
@@ -119,14 +120,14 @@ def leave_behind(
     if gone:
         path, old = checkpoint.at(query), checkpoint.at(f"{query}.old")
         checkpoint.files.delete(old, True)  # noqa: FBT003  # Java has no keywords: recursive
-        # Spark could not continue from a directory of which a part is deleted.
+        # Spark cannot continue from a partially deleted directory.
         if not checkpoint.files.rename(path, old):
             raise StateIncompatible(f"{path}: cannot be renamed to {old}. Use an empty checkpoint directory.")
         checkpoint.files.delete(old, True)  # noqa: FBT003
 
 
 def _numbers(checkpoint: HadoopDirectory, name: str) -> set[int]:
-    """Return the numbers of the micro-batches that have a file in a directory of Spark's."""
+    """Return the numbers of the micro-batches that have a file in one of Spark's directories."""
     path: Any = checkpoint.at(name)
     if not checkpoint.files.exists(path):
         return set()

@@ -1,8 +1,8 @@
 """Logs each micro-batch of a running stream, serves the same pages and metrics as a worker, and deletes old records.
 
 A driver thread adds up the counts that Spark tasks report after each commit. The thread also asks the brokers for the
-lag, because Spark does not know the lag while a micro-batch is running. Like a worker, the thread deletes records of
-the changelog and of the repartition topic that nobody needs any more.
+lag, because Spark does not know the lag while a micro-batch is running. Like a worker, the thread deletes unneeded
+records from the changelog and the repartition topic.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
-"""Seconds between two readings of the lag while no micro-batch ends."""
+"""Seconds between two readings of the lag if no micro-batch ends in the meantime."""
 _LOOK_BYTES: Final = 1 << 20
 """Maximum size of the fetch that checks whether a record follows a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 _FIRST_COMMIT_S: Final = 600.0
-"""The time, in seconds, for which a stream's first commit does not count as late. Executors restore the state before
-that commit, and the driver does not see it. The alert DedupRestoreTooLong gives a worker the same time.
+"""The time, in seconds, for which a stream's first commit does not count as late. Before this commit, executors restore
+the state, which the driver cannot observe. The alert DedupRestoreTooLong gives a worker the same time.
 """
 _LOGGED_EVERY_S: Final = 3_600.0
-"""The interval, in seconds, at which a warning that attempts repeat is logged again."""
+"""The interval, in seconds, at which repeated warnings of attempts are logged again."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Seen:
     """The offset where the stream begins to read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=lambda: TaskNumbers(last_commit_s=time.monotonic() + _FIRST_COMMIT_S))
     looked_at: int | None = None
-    """The group's offset, or `position` if there was none, when the monitor asked for it last."""
+    """The group's offset, or `position` if the group had none, when the monitor last asked."""
     lag_records: int | None = None
     unstable_records: int | None = None
     state_ids: int = 0
@@ -74,8 +74,8 @@ class StreamUpkeep:
     settings: Settings
     cluster: Cluster
     continues_at: Callable[[], Mapping[TopicPartition, int]]
-    """Returns the offsets at which Spark would continue the query `dedup` after a crash. Spark repeats a micro-batch
-    that it has not committed, even if the tasks have, so records from there on must stay.
+    """Returns the offsets at which Spark would continue the query `dedup` after a crash. Records from these offsets on
+    must stay, because Spark repeats a micro-batch that it has not committed, even if the tasks have committed it.
     """
     old: OldRecords = field(init=False, default_factory=OldRecords)
     _clock: SteadyClock = field(init=False, default_factory=SteadyClock)
@@ -133,7 +133,7 @@ class StreamMonitor:
         }
         self._name: Final = settings.worker_id or f"spark-{socket.gethostname()}"
         self._ended: Final[list[BatchReport]] = []
-        """Micro-batches that wait to be logged, because each log line contains the lag after its micro-batch."""
+        """Micro-batches that wait to be logged, because each log line contains the lag after the micro-batch."""
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()
@@ -156,7 +156,7 @@ class StreamMonitor:
         self._thread.join()
 
     def add(self, report: BatchReport) -> None:
-        """Add the counts of a micro-batch, and schedule its log line; any thread may call this method."""
+        """Add the counts of a micro-batch, and schedule its log line. Any thread may call this method."""
         self._call(lambda: self._take(report))
 
     def _call(self, what: Callable[[], None]) -> None:
@@ -204,7 +204,7 @@ class StreamMonitor:
             await self._delete_old()
 
     async def _delete_old(self, within_s: float | None = None) -> None:
-        """Delete old records, also at the end of the stream, because a stream may always end after a few seconds."""
+        """Delete old records, also at the end of the stream, because every run may end after a few seconds."""
         dedup = {place: seen for (kind, place), seen in self._seen.items() if kind == "dedup"}
         committed = {place: seen for place, seen in dedup.items() if seen.numbers.committed_offset is not None}
         if self._upkeep is None or not committed:
@@ -249,7 +249,7 @@ class StreamMonitor:
         return before is not None and at > before
 
     def _note_commit(self, kind: SubTopology) -> None:
-        # A partition may wait until the tasks of others have ended, so a commit of any partition is progress of all.
+        # A partition may wait until the tasks of other partitions have ended, so any commit counts as progress of all.
         now_s = time.monotonic()
         for (each, _), seen in self._seen.items():
             if each == kind:
@@ -341,7 +341,7 @@ class Lag(NamedTuple):
     """The number of offsets between a position and the end of a partition."""
 
     position: int
-    """The position, or the beginning of the log, whichever is greater."""
+    """The position or the beginning of the log, whichever is greater."""
     records: int
     """Number of offsets from the position to the end, or 0 if these offsets hold only markers and aborted records."""
     unstable: int = 0

@@ -1,17 +1,17 @@
 """Reads the history of a Delta or Iceberg table, appends rows to the table, and verifies each append in the history.
 
 In Delta, each append to the table carries an application ID and a transaction version (`txnAppId`, `txnVersion`). If
-two appends carry the same pair, Delta commits one of them, and rejects or silently drops the other. After an append,
+two appends carry the same pair, Delta commits one append, and rejects or silently drops the other. After an append,
 `DeltaLog.append` therefore searches the log for the append's metadata (`userMetadata`). `DeltaLog` reads the log's
 files one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each `DESCRIBE HISTORY` runs a
 Spark job over all log files.
 
-Iceberg has no such transaction IDs, so Iceberg would accept the appends of two competing jobs, one after the other.
+Iceberg has no such transaction IDs, so it would accept the appends of two competing jobs one after the other.
 Therefore, `IcebergLog.append` writes rows to a branch that begins at the latest snapshot examined by the method. The
 method then checks that `main` is still at this snapshot, and fast-forwards `main` to the branch (see "Branching and
 Tagging" in Iceberg's documentation). Iceberg rejects the fast-forward if the table has changed since the check. If
-another job commits first, the appended rows stay invisible. If another job has committed, `append` fails if that job
-belongs to the same application; otherwise, `append` starts over.
+another job commits first, the appended rows stay invisible. In this case, `append` fails if the other job belongs to
+the same application; otherwise, `append` starts over.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TableCommit:
         self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
 
     def actions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the commit's actions; each action is parsed only on demand, because a commit can have many actions."""
+        """Yield the commit's actions. Each action is parsed only on demand, because a commit can have many actions."""
         return map(json.loads, self._lines)
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def metadata_object(metadata: str | None) -> Mapping[str, Any]:
 @contextlib.contextmanager
 def refusing_unfit_rows(path: str, system: str) -> Iterator[None]:
     """Inside the ``with`` block, raise StateIncompatible if rows do not fit into the table at ``path``, because they
-    have other columns or violate a constraint. Errors with another cause stay as they are.
+    have other columns or violate a constraint. Other errors pass through unchanged.
     """
     try:
         yield
@@ -125,7 +125,7 @@ def explained_by_delta(path: str) -> Iterator[None]:
     """Inside the ``with`` block, turn Delta's errors about a write to the table at ``path`` into dedup's errors.
 
     Raises BrokerUnavailable if another job changed the table at the same time, and StateIncompatible if rows do not fit
-    into the table (`refusing_unfit_rows`). Errors with another cause stay as they are.
+    into the table (`refusing_unfit_rows`). Other errors pass through unchanged.
     """
     try:
         yield
@@ -139,7 +139,7 @@ def explained_by_delta(path: str) -> Iterator[None]:
 
 
 class DeltaLog:
-    """The log of the Delta table at a path; the table does not have to exist yet."""
+    """The log of the Delta table at a path. The table need not exist yet."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self.directory: Final = HadoopDirectory(spark, path)
@@ -258,7 +258,7 @@ class SnapshotCommit:
 
 
 class IcebergLog:
-    """The history of an Iceberg table's branch `main`; the table does not have to exist yet."""
+    """The history of an Iceberg table's branch `main`. The table need not exist yet."""
 
     def __init__(self, spark: SparkSession, name: str) -> None:
         self._spark: Final = spark
@@ -334,7 +334,7 @@ class IcebergLog:
             since = list(self.commits(after))
             if any(each.metadata == metadata for each in since):
                 return since
-            # Changed properties and expired snapshots are conflicts, too, although they do not move `main`.
+            # Changed properties and expired snapshots are also conflicts, although they do not move `main`.
             conflict = "CommitFailedException" in str(failed)
             if failed is not None and not conflict and self.latest() == examined[0].version:
                 with refusing_unfit_rows(self.path, "Iceberg"):
@@ -363,7 +363,7 @@ class IcebergLog:
                 nothing.writeTo(self.table).append()
 
     def _commit(self, rows: DataFrame, properties: Mapping[str, str], head: SnapshotCommit) -> Exception | None:
-        """Append the rows after the snapshot ``head``, and return any error; the append might have succeeded despite
+        """Append the rows after the snapshot ``head``, and return any error. The append might have succeeded despite
         the error.
         """
         table = self._loaded()
@@ -371,8 +371,7 @@ class IcebergLog:
         try:
             refs = table.manageSnapshots()
             for name, ref in dict(table.refs()).items():
-                # This branch belongs to an append that was killed, or to an append that is still running and will have
-                # to start over.
+                # This branch belongs to a killed append, or to a running append that will have to start over.
                 if _BRANCH.fullmatch(name) and ref.isBranch():
                     refs = refs.removeBranch(name)
             refs.createBranch(branch, head.snapshot_id).commit()

@@ -40,7 +40,7 @@ _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "t
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""Without new records, the sink commits its offsets again after this time, because the commit that contains them
+"""Without new records, the sink commits its offsets again after this time, because the commit that contains the offsets
 expires. In Delta, a commit expires after `delta.logRetentionDuration` (30 days by default); in Iceberg, it expires
 through `expire_snapshots`.
 """
@@ -48,10 +48,12 @@ through `expire_snapshots`.
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A table commit of the sink, as read back from the table; the commit's metadata contains the fields up to `id`."""
+    """A table commit of the sink, as read back from the table. The commit's metadata contains the fields up to `id`."""
 
     topic_id: str
-    """Kafka's ID of the output topic; another ID reveals a recreated topic, whose offsets belong to other records."""
+    """Kafka's ID of the output topic; another ID means that the topic was recreated, and that the offsets belong to
+    other records.
+    """
     number: int
     after: int
     """The version of the sink's previous commit; for the first commit, the table's latest version before it, or -1."""
@@ -103,8 +105,8 @@ class TableSink:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append the topic's new committed records in one table commit; return the commit, or None if there was nothing
-        to commit.
+        """Append the topic's new committed records in one table commit. Return the commit, or None if nothing had to be
+        committed.
 
         If ``until`` is given, only records before these offsets are appended. After the call, the table contains every
         record before the offsets in `Appended.ends` exactly once. Raises StateIncompatible if another sink has written
@@ -131,13 +133,13 @@ class TableSink:
         begins = self._begins(last, topic_id, lows, ends)
         wanted = {at: min(end, (until or {}).get(at, end)) for at, end in ends.items()}
         stops = self._stops(begins, wanted)
-        # Iceberg may expire the snapshot with the position at any time, unless it is the latest one.
+        # Iceberg may expire the snapshot with the position at any time, unless this snapshot is the latest.
         hidden = last is not None and isinstance(self._log, IcebergLog) and entries[0].version > last.table_version
         due = last is not None and (hidden or now_ms - self._renewed_ms >= _RENEWED_AFTER_MS)
         if stops == begins and not due:
             return None
         self._last = replace(self._write(topic_id, begins, stops), more=stops != wanted)
-        # If this time came from the table, a caller whose clock is ahead would renew the position again and again.
+        # If this time came from the table, a caller whose clock is ahead would renew the position repeatedly.
         self._renewed_ms = now_ms
         rows = counted(self._last.rows, "row")
         log.info("%s: table version %d, %s appended", self.path, self._last.table_version, rows)
@@ -146,8 +148,8 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset where the next commit begins in each partition; for a partition added since the last
-        commit, this offset is 0.
+        """Return the offset where the next commit begins in each partition, which is 0 for a partition added since the
+        last commit.
         """
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
@@ -281,7 +283,7 @@ class TableSink:
         """Wait until no transaction in the output topic is open, for at most one minute or until ``stopped`` is set.
 
         Kafka acknowledges a commit before all partitions have the commit marker, and `read_committed` readers do not
-        see records that lack a marker. If a transaction is still open after one minute, the method logs a warning.
+        see records without a marker. If a transaction is still open after one minute, the method logs a warning.
         """
         until_s = time.monotonic() + _SETTLED_WITHIN_S
         while time.monotonic() < until_s and not stopped.is_set():
@@ -299,7 +301,7 @@ class TableSink:
 def following(
     sink: TableSink, every_s: float, *, stopped: threading.Event, failed: Callable[[], None]
 ) -> Iterator[None]:
-    """In a separate thread, append the records that a stream commits inside the ``with`` block; after the block, append
+    """In a separate thread, append the records that a stream commits inside the ``with`` block. After the block, append
     the remaining records.
 
     If ``stopped`` is set, the function leaves the remaining records for the sink's next run. If the appending thread
@@ -331,7 +333,7 @@ def following(
 def follow(
     sink: TableSink, *, every_s: float, over: threading.Event, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever there are no new records.
+    """Append new records until ``over`` is set, and pause for ``every_s`` seconds whenever no new records exist.
 
     Raises BrokerUnavailable if no broker responds to the first attempt. After the first successful attempt, the
     function keeps retrying if no broker responds.
@@ -355,7 +357,7 @@ def follow(
 def catch_up(
     sink: TableSink, *, over: threading.Event | None = None, tell: Callable[[Appended], None] = lambda _: None
 ) -> None:
-    """Append all records that were committed before the call; stop early if ``over`` is set."""
+    """Append all records that were committed before the call. Stop early if ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=_now_ms(), until=ends)

@@ -2,8 +2,8 @@
 
 If several records have the same ID, the table keeps the newest record. The table stores the columns that define which
 record is newer (`ORDER`), and only a newer record replaces a row. Therefore, repeating, killing, or reordering runs
-does not change the result. A run is refused if the table was filled in another order, or if its columns have other
-types.
+does not change the result. A run is refused if the table was filled in another order, or if the table's columns have
+other types.
 
 Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and a single SQL
 statement moves the rows to the target table. If a run is killed before moving the rows, the target table is unchanged,
@@ -46,7 +46,7 @@ from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
 ORDER: Final = ("order_value", "order_partition", "order_offset")
-"""Columns that define which row of an ID is newer; partition and offset are -1 for records without coordinates."""
+"""Columns that define which row of an ID is newer. Partition and offset are -1 for records without coordinates."""
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
@@ -91,7 +91,7 @@ class Jdbc:
     def own_columns(self) -> str:
         """Return a query for the names of the table's columns that have a default or are generated.
 
-        dedup creates no such columns, so they are the user's.
+        dedup creates no such columns, so they belong to the user.
         """
         schema, _, name = self.table.rpartition(".")
         return self.dialect.own_columns.format(table=self.table, name=name, schema=schema or "main")
@@ -110,7 +110,7 @@ class Dialect:
     binary: str
     double: str
     timestamp: str
-    """A type for instants. A local time would repeat when clocks are set back, so it would be no order."""
+    """A type for instants. Local times repeat when clocks are set back, so they do not define an order."""
     binary_collation: str
     """The collation that compares strings by their bytes, as Spark does."""
     digits: int
@@ -184,18 +184,17 @@ class TableRows:
     rejected: DataFrame
     """The unchanged records, with the additional columns `reason` and `detail`."""
     order: str
-    """What determines which record is newer: `event_time`, `offset`, or a column of the payload."""
+    """The property that determines which record is newer: `event_time`, `offset`, or a column of the payload."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Convert records (`columns.RECORDS`) to table rows.
 
-    ``schema`` is Spark DDL that lists the members to turn into columns; a record is rejected if one of these
-    members has another type, or a number that its column cannot keep exactly. Without ``schema``, the columns are
-    `key` and `value` as bytes. A record with a null value becomes a row whose payload columns are null. ``order``
-    determines which record is newer: `event_time`, a column of ``schema``, or `offset`. The order `offset` is correct
-    only if all records with the same ID are in the same Kafka partition. Raises SettingsError for an invalid schema or
-    order.
+    ``schema`` is Spark DDL that lists the members to turn into columns. A record is rejected if one of these members
+    has another type, or a number that the column cannot keep exactly. Without ``schema``, the columns are `key` and
+    `value` as bytes. A record with a null value becomes a row whose payload columns are null. ``order`` determines
+    which record is newer: `event_time`, a column of ``schema``, or `offset`. The order `offset` is correct only if all
+    records with the same ID are in the same Kafka partition. Raises SettingsError for an invalid schema or order.
     """
     payload = _schema(schema)
     if order not in {_EVENT_TIME, _OFFSET, *([] if payload is None else payload.names)}:
@@ -284,7 +283,7 @@ def _members(kind: t.DataType, fmt: Format, at: Path = ()) -> Iterator[SinkColum
 
 
 def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
-    """Return a value of the type as JSON text. Takes the value's members, in the order of the type, from ``values``."""
+    """Return a value of the type as JSON text. ``values`` contains the value's members, in the order of the type."""
     if isinstance(kind, t.StructType):
         inner = [f"{json.dumps(field.name)}:{_json_text(field.dataType, values)}" for field in kind.fields]
         return f"{{{','.join(inner)}}}"
@@ -293,8 +292,9 @@ def _json_text(kind: t.DataType, values: Iterator[Any]) -> str:
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the output topic's committed records; where a transaction stays open, only those before it, and a warning
-    says so. Raises StateIncompatible if the output topic does not exist.
+    """Return the output topic's committed records. If a transaction in a partition stays open, the result contains only
+    the records before the transaction, and a warning says so. Raises StateIncompatible if the output topic does not
+    exist.
     """
     ranges = {}
     if topology.output is not None:
@@ -326,7 +326,7 @@ def _schema(ddl: str | None) -> t.StructType | None:
 
 
 def _refuse_names(payload: t.StructType) -> None:
-    # Spark and the databases do not distinguish the case of names.
+    # Spark and the databases ignore case in names.
     own = {ID, "event_time_ms", *ORDER, _BAD_JSON}
     problems = [f"{name}: dedup writes a column of this name" for name in payload.names if name.lower() in own]
     texts = "{}: a column cannot have a quote in its name; declare the object that has the member STRING"
@@ -364,17 +364,17 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return the newest row of each tracking ID according to `ORDER`; a hash breaks ties."""
+    """Return the newest row of each tracking ID according to `ORDER`. A hash breaks ties."""
     others = [name for name in rows.columns if name != ID]
     columns = [quoted(name) for name in others]
-    # The hash ignores nulls, so rows that differ only in where a null is have the same hash.
+    # The hash ignores nulls, so rows that differ only in the position of a null have the same hash.
     rest = [quoted(name) for name in others if name not in ORDER]
     best = rows.groupBy(ID).agg(fn.max(fn.struct(*ORDER, fn.xxhash64(*columns).alias(_TIE), *rest)).alias("best"))
     return best.select(ID, *(fn.col("best").getField(name).alias(name) for name in others))
 
 
 def _ddl(kind: t.DataType) -> str:
-    """Return a type as Spark SQL reads it; `simpleString` does not quote the names of members."""
+    """Return a type in the syntax of Spark SQL; unlike `simpleString`, quote the names of members."""
     match kind:
         case t.StructType():
             return f"STRUCT<{', '.join(f'{quoted(each.name)}: {_ddl(each.dataType)}' for each in kind.fields)}>"
@@ -385,7 +385,7 @@ def _ddl(kind: t.DataType) -> str:
 
 
 def upsert_delta(found: TableRows, path: str) -> int:
-    """Merge the newest row of each ID into the Delta table at ``path``; create the table if necessary.
+    """Merge the newest row of each ID into the Delta table at ``path``, and create the table if necessary.
 
     Return the number of inserted or replaced rows. Raises StateIncompatible if the table has other columns, or if it
     was filled in another order. Raises BrokerUnavailable if another job changed the table at the same time, and
@@ -439,24 +439,24 @@ def _other_order(table: str, by: str) -> StateIncompatible:
 def _refuse_other_columns(
     table: str, wanted: Mapping[str, str], found: Mapping[str, str], own: Collection[str] = ()
 ) -> None:
-    """Raise StateIncompatible if a table lacks a column, has one of another type, or has one that is not ``wanted``.
+    """Raise StateIncompatible if a table lacks a column, or has a column of another type or an unwanted column.
 
-    A replaced row would keep the value of a column that is not ``wanted``, so it would mix two records. The columns
-    ``own`` are the user's, so they may keep their values.
+    A replaced row would keep its old value in a column that is not ``wanted``, and would therefore mix two records. The
+    columns ``own`` belong to the user, so they may keep their values.
     """
     end = "it was created with another --schema, or not by dedup. Nothing was written. Write to another table, or"
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         text = f"the table {table} has no column {', '.join(missing)}: {end} add the columns."
         raise StateIncompatible(text)
-    # Another type would round or cut values without an error. A NUMERIC without a number of digits keeps all digits.
+    # Another type would silently round or truncate values. A NUMERIC without a number of digits keeps all digits.
     other = [
         f"{name} is {found[name]}, not {kind}"
         for name, kind in wanted.items()
         if found[name] != kind and not kind.startswith(f"{found[name]}(")
     ]
-    # If the payload column that determines the order also has another type, it comes first in `other`, and the cause
-    # is not another --order.
+    # If the payload column that determines the order also has another type, this column comes first in `other`, and the
+    # cause is not another --order.
     if other and other[0].startswith("order_value "):
         raise StateIncompatible(
             f"the table {table} was filled with another --order: its column {other[0]}. Nothing was written. Give "
@@ -475,7 +475,7 @@ def _refuse_other_columns(
 
 
 def upsert_jdbc(found: TableRows, to: Jdbc) -> int:
-    """Upsert the newest row of each ID into a database table; create the table if necessary.
+    """Upsert the newest row of each ID into a database table, and create the table if necessary.
 
     Return the number of inserted or replaced rows. Each call changes the table's rows with a single SQL statement.
     Raises StateIncompatible if the table has other columns, was filled in another order, or has no unique constraint
@@ -519,7 +519,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     # The table may have been created with another collation, so this statement also names the collation.
     order = [f'"{name}"{to.collated(schema[name])}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT is necessary, because a task whose commit was not acknowledged is retried and may have staged rows twice.
+    # DISTINCT is necessary because Spark retries a task whose commit was not acknowledged, which may stage rows twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -527,7 +527,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
-    """Move the staged rows to the target table in one transaction; return the number of inserted or replaced rows.
+    """Move the staged rows to the target table in one transaction. Return the number of inserted or replaced rows.
 
     Raises StateIncompatible if the number of tracking IDs in the staging table is not ``expected``.
     """
@@ -546,7 +546,7 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a JDBC connection in the driver's JVM; the connection runs each statement in its own transaction."""
+    """Yield a JDBC connection in the driver's JVM. The connection runs each statement in its own transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
     # DriverManager finds drivers only on the system class path, which does not contain Spark's jars.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)

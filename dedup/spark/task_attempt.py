@@ -4,19 +4,19 @@ Every transaction contains the records sent, their sightings, the task record wi
 group's offset. Each attempt begins at the next offset to judge, and therefore handles all of these cases:
 
 * After a crash, Spark repeats a micro-batch; the attempt skips the rows judged before the crash.
-* If an upstream task fails, the attempt sees only a normal end of input. The attempt can commit the rows received so
-  far, because the next attempt continues after these rows.
+* The failure of an upstream task looks like a normal end of input. The attempt can commit the rows received so far,
+  because the next attempt continues after these rows.
 * If the response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges the
   remaining records again.
 * If two attempts run at the same time (speculative execution, or an executor that has lost its driver), the
   InitProducerId request of the newer attempt fences the older one.
-* If records exist between the next offset to judge and the first input row, the attempt stops, because otherwise these
-  records would be lost.
+* If records exist between the next offset to judge and the first input row, the attempt stops; otherwise, these records
+  would be lost.
 * If the local state turns out to be damaged, the attempt deletes it, restores it from the changelog, and judges the
   uncommitted records again.
 * If transaction markers and aborted records follow the judged records, the attempt commits the offset after them, as a
-  worker does. Otherwise, if retention deleted them, it would look as if records had been deleted before they were
-  judged.
+  worker does. Otherwise, if retention deleted these markers and records, it would look as if unjudged records had been
+  deleted.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PartitionReport:
     state_ids: int
     state_bytes: int
     warnings: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """The attempt's log messages, by the message's format string and its subject, such as a topic."""
+    """The attempt's log messages, by format string and subject, such as a topic."""
     truncate_below: int = 0
     """The changelog offset below which no later owner needs a record; see `DedupTask.truncate_below`."""
     healed: bool = False
@@ -131,7 +131,7 @@ def _clock_and_memory() -> tuple[SteadyClock, RocksMemory]:
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing if there are no rows.
+    """Judge and commit the rows of one Spark partition, and yield one row of `REPORT`, or nothing without rows.
 
     If another attempt might succeed, the function raises the error, so that Spark starts another attempt. If every
     attempt would fail in the same way, the function puts the error in the report, and the driver raises the error.
@@ -170,10 +170,10 @@ def _reported(
 
 
 class _AttemptLog(logging.Handler):
-    """Collects an attempt's warnings, because many attempts log the same ones, but the driver logs each only once.
+    """Collects an attempt's warnings, so that the driver can log a warning of many attempts only once.
 
-    Messages about records that wait go to standard error at once. Messages about brokers that do not respond are
-    dropped, because the driver logs them, too.
+    Messages about records that wait go to standard error at once. Messages about unresponsive brokers are dropped,
+    because the driver also logs such messages.
     """
 
     def __init__(self, standard_error: logging.Handler) -> None:
@@ -195,7 +195,7 @@ class _AttemptLog(logging.Handler):
 def _warnings_of_attempt() -> Iterator[Mapping[tuple[str, str], str]]:
     """Inside the ``with`` block, collect the log messages of this process instead of logging them.
 
-    If the block raises an error, the messages are logged, because there is no report that could contain them.
+    If the block raises an error, the messages are logged, because no report can contain them.
     """
     standard_error = logging.StreamHandler()
     standard_error.setFormatter(text_format())
@@ -244,7 +244,7 @@ def _refuse_added(plan: AttemptPlan, feeding: TopicPartition) -> None:
         f"{feeding.partition}"
     )
     if not plan.topology.direct and feeding.topic in plan.topology.source.topics:
-        # The repartition topic, which decides where an ID is judged, is as it was.
+        # The repartition topic, which determines where an ID is judged, has not changed.
         raise StateIncompatible(f"{added}. No record of the new partition was judged. {ONLY_WORKERS_FOLLOW}")
     raise StateIncompatible(
         f"{added}: IDs may have moved away from the partition with their sightings. No record of the new partition was "
@@ -303,8 +303,8 @@ class _Attempt:
             await self._group.close(drain=False)
 
     async def _pass_markers(self, follows: int) -> None:
-        """Move the task's position past the markers and aborted records that follow it."""
-        # Ask the broker: the end of the input does not prove that only markers follow, because the input also seems to
+        """Move the task's position past the markers and aborted records that follow the position."""
+        # Ask the broker. The end of the input does not prove that only markers follow, because the input also seems to
         # end if an upstream task has failed.
         end = await first_readable(self._wire, self._feeding, self._task.next_offset)
         passed = FeedBatch.of(self._feeding, Columns(), follows=follows, ends_at=end)
@@ -320,7 +320,7 @@ class _Attempt:
             await self._heal(damage)
 
     async def _find_schemas(self, batch: FeedBatch, schemas: SchemaResolver) -> None:
-        """Wait until all schemas named in a batch are known; before waiting, commit the open transaction."""
+        """Wait until all schemas named in a batch are known. Before waiting, commit the open transaction."""
         source = self._factory.topology.source
         refs = source.schema_refs(batch.keys, batch.values, batch.headers)
         if schemas.missing(refs):
@@ -328,7 +328,7 @@ class _Attempt:
             await schemas.found(refs, within_s=_REGISTRY_WITHIN_S)
 
     async def _next(self, batches: Iterator[FeedBatch | None]) -> FeedBatch | None:
-        """Return the next batch, or None at the end of the input; while waiting, commit a transaction that has been
+        """Return the next batch, or None at the end of the input. While waiting, commit a transaction that has been
         open too long.
 
         A separate thread reads from Spark, so that judged records can be sent while the attempt waits.
@@ -342,7 +342,7 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
-        """Start the task; if brokers do not respond, wait for them up to `_BROKER_WITHIN_S`."""
+        """Start the task. If brokers do not respond, wait up to `_BROKER_WITHIN_S` seconds."""
         until_s = asyncio.get_running_loop().time() + _BROKER_WITHIN_S
         while True:
             try:
@@ -357,7 +357,7 @@ class _Attempt:
                 return
 
     async def _start_group(self) -> None:
-        """Start the task; if the task's local state is damaged, delete the local state and start again."""
+        """Start the task. If its local state is damaged, delete the local state and start again."""
         await self._group.open()
         try:
             await self._task.start()
@@ -385,7 +385,8 @@ class _Attempt:
     async def _heal(self, damage: TaskCorrupted) -> None:
         """Delete the damaged local state, restore it, and judge the uncommitted records again.
 
-        Raises ``damage`` after the deletion if the state was found damaged before, because the disk is to blame then.
+        If the state was found damaged before, the cause is the disk, so the method raises ``damage`` after the
+        deletion.
         """
         await self._group.close(drain=False)
         self._factory.wipe(self._feeding)
@@ -456,7 +457,7 @@ def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> I
     Raises StateIncompatible if ``state_dir`` cannot be used.
     """
     shared = state_dir / ".spark"
-    # The names of a topology and a topic together may be longer than a file name may be.
+    # The names of a topology and a topic together may exceed the maximum length of a file name.
     name = hashlib.sha256(f"{topology}/{feeding.topic}/{feeding.partition}".encode()).hexdigest()
     with ExitStack() as owner:
         try:

@@ -1,10 +1,10 @@
-"""Runs PySpark's daemon with preloaded modules; Spark forks its Python workers from this daemon.
+"""Runs PySpark's daemon, from which Spark forks its Python workers, with preloaded modules.
 
-Spark starts this daemon because the setting `spark.python.daemon.module` names it. Compared with PySpark's own daemon,
-it saves CPU time in every Python task:
+The setting `spark.python.daemon.module` makes Spark start this daemon. Compared with PySpark's own daemon, dedup's
+daemon saves CPU time in every Python task:
 
-* If the same version of PySpark is installed, Spark's archives are removed from the Python path. If Spark's archives
-  stayed on the path, Python would read the archives' directories eighteen times in each task (0.16 CPU seconds).
+* If the same version of PySpark is installed, Spark's archives are removed from the Python path. Otherwise, Python
+  would read the archives' directories eighteen times in each task (0.16 CPU seconds).
 * NumPy, pyarrow, and dedup's modules are imported once, before the fork (more than 0.4 CPU seconds).
 * Loaded objects are frozen (`gc.freeze`), so the garbage collection after a task examines only the task's own objects
   (0.04 CPU seconds).

@@ -1,4 +1,4 @@
-"""Finds problems in ingest files and, across a chain of several files, each stage that is not exactly-once.
+"""Finds problems in ingest files, and finds each stage that is not exactly-once in a chain of several files.
 
 A complete chain is source → topic → deduplication → topic → table.
 """
@@ -86,7 +86,7 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return one line per chain, listing the stages in order and saying whether all of them are exactly-once.
+    """Return one line per chain, which lists the stages in order and says whether all stages are exactly-once.
 
     ``weak`` contains the files that have at least one finding for which `is_weak` is true.
     """
@@ -211,7 +211,7 @@ def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _shared_dead_letters(topology: Topology, other: Topology) -> str:
-    """Say what happens to the dead letters of two topologies in one topic.
+    """Explain what happens to the dead letters of two topologies that share a dead-letter topic.
 
     A dead letter names its source record, but not the topology that wrote the dead letter.
     """

@@ -1,4 +1,4 @@
-"""Describes a topology in words, as data, and as a drawing, and lists the permissions that its workers need."""
+"""Describes a topology as text, data, and a drawing, and lists the permissions that the topology's workers need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow between two boxes in the drawing of a topology. The label says which records the arrow represents."""
+    """An arrow between two boxes in the drawing of a topology. The label says which records follow the arrow."""
 
     start: str
     end: str
@@ -254,7 +254,7 @@ _SECTIONS: Final = (
     ("topics", "topics", _topic_facts),
     ("table", "table", _table_facts),
 )
-"""The sections, each as the title in `describe`, the key in `as_data`, and the function that yields the facts."""
+"""The sections, each with its title in `describe`, its key in `as_data`, and the function that yields its facts."""
 
 
 class Resource(enum.Enum):

@@ -1,4 +1,4 @@
-"""Checks what a topology file says about the format of values and keys, and about the schemas that it names."""
+"""Checks the settings of a topology file for the formats of values and keys, and the schemas that the file names."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _WITH_TIMESTAMPS: Final = "`source.format: avro`, `protobuf`, `msgpack`, or `cbo
 
 
 def rules_at(document: Document) -> list[At]:
-    """Return the paths of the mappings that contain a rule, which are `tracking_id` and each of its alternatives."""
+    """Return the paths of the mappings that contain a rule: `tracking_id` and each of its alternatives."""
     return [TRACKING_ID, *each_at(document, (*TRACKING_ID, "first_of"))]
 
 
 def each_at(document: Document, at: At) -> list[At]:
-    """Return the paths of the items of a list, or an empty list if there is no list at the path."""
+    """Return the paths of the items of a list, or an empty list if the path has no list."""
     several = document.get(at)
     return [(*at, row) for row in range(len(several) if isinstance(several, list) else 0)]
 
@@ -55,7 +55,7 @@ def each_at(document: Document, at: At) -> list[At]:
 def _format_of(document: Document) -> Format | None:
     """Return the format of the values, or None if the file does not name a format or the name is not a string."""
     written: Format | None = document.get(_FORMAT)
-    # A list or a mapping is not hashable, and thus cannot be looked up in a set of formats.
+    # A list or a mapping is not hashable, so it cannot be looked up in a set of formats.
     return written if isinstance(written, str) else None
 
 
@@ -88,12 +88,12 @@ def format_fits(document: Document) -> Iterator[Problem]:
 
 
 def key_format_fits(document: Document) -> Iterator[Problem]:
-    """Report members of the key without a format of keys, and a format of keys without members of the key."""
+    """Report members of the key without a key format, and a key format without members of the key."""
     written = document.get(_KEY_FORMAT)
     is_read = isinstance(written, str) and written != "bytes"
     rules = rules_at(document)
     holders = [*rules, *(part for at in rules for part in each_at(document, (*at, "parts")))]
-    # `validated` reports whatever is neither true nor a path.
+    # `validated` reports any value that is neither true nor a path.
     members: list[At] = [(*at, "key") for at in holders if document.get((*at, "key")) not in (None, True)]
     for at in () if is_read else (each for each in members if isinstance(document.get(each), str)):
         text = f'"{document.get(at)}" is a member of the key and needs `source.key_format`, such as json or avro'
@@ -136,12 +136,12 @@ def content_fits(document: Document) -> Iterator[Problem]:
 
 
 def _contents_at(document: Document) -> list[At]:
-    """Return the places in the document that say what the content of a value is."""
+    """Return the places in the document that define the content of a value."""
     return [*((*at, "content") for at in rules_at(document)), ("conflicts",)]
 
 
 def _excluded_at(document: Document) -> Iterator[At]:
-    """Yield the position in the document of each member path that is left out of content."""
+    """Yield the position in the document of each member path that is excluded from content."""
     for at in _contents_at(document):
         yield from each_at(document, (*at, "exclude"))
 
@@ -154,7 +154,7 @@ def _sink_columns_at(document: Document) -> Iterator[At]:
 
 
 def at_key(document: Document, at: At, text: str) -> Problem:
-    """Return a problem of a key, at the place of the key."""
+    """Return a problem with a key, at the key's position."""
     return Problem(document.place_of_key(at), f"{dotted(at)}: {text}")
 
 
@@ -269,7 +269,7 @@ _TAKEN: Final = {
 
 
 _NO_COLUMN: Final = {"record", "array", "map", "message", "group", "repeated", "bytes", "fixed", "duration"}
-"""The types that no column of a sink holds."""
+"""The types that no column of a sink can hold."""
 
 
 def _member_fits(
@@ -296,7 +296,7 @@ def _member_fits(
 
 
 def _missing_member(document: Document, at: At, schema: SchemaText, named_at: At) -> Iterator[Problem]:
-    """Report a path that the schema in the file at ``named_at`` does not have."""
+    """Report a path that the schema in the file at ``named_at`` lacks."""
     path, fmt, first = _path_at(document, at), document.get(_FORMAT), named_at == _SCHEMA
     if path is None:
         return

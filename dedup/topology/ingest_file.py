@@ -16,7 +16,7 @@ from dedup.topology.schema import FilesSource, IngestFile, Marker, TableSource
 from dedup.yaml_document import Document, schema_of
 
 _VERSION_KEY: Final = re.compile(r"""^\ufeff?(?:\{\s*)?(["']?)(ingest|dedup)\1\s*:""", re.MULTILINE)
-"""Matches the key that names the kind of a file, also after a byte order mark, in quotes, or as the first in braces."""
+"""Matches the key that identifies the kind of file. A byte order mark, a quote, or a brace may precede the key."""
 
 
 Source = FilesSource | TableSource
@@ -39,7 +39,7 @@ class Ingest:
 
     @property
     def offsets_topic(self) -> str:
-        """The compacted topic that stores how far `dedup ingest` has read the source."""
+        """The compacted topic that stores the position of `dedup ingest` in the source."""
         return f"{self.name}-source-offsets"
 
 

@@ -1,4 +1,4 @@
-"""Finds settings in a topology that are valid but have a cost or a risk that the author might not expect."""
+"""Finds settings in a topology that are valid but have a cost or a risk that the author may not expect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMAT: Final[At] = ("source", "format")
 KEY_FORMAT: Final[At] = ("source", "key_format")
 """The paths of the formats of values and of keys in a topology file."""
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
-"""A size below the broker's default `max.message.bytes`, so that space remains for the record batch's header."""
+"""A size slightly below the broker's default `max.message.bytes`, which leaves space for the record batch's header."""
 _LONG_GUARD_MS: Final = 2 * 86_400_000
 """If the guard period is at least this long, an equally long grace is worth a warning."""
 _HOUR_MS: Final = 3_600_000
@@ -63,7 +63,7 @@ _KEYS_DIFFER: Final[Mapping[Format, str]] = dict.fromkeys(
 _WORDS: Final = frozenset(
     {"dead_letter", "discard", "drop", "fail", "false", "forward", "ignore", "none", "skip", "stop", "true"}
 )
-"""Words that say what happens to a record in other keys or programs. Where a topic is named, they are names."""
+"""Words that name an action in other keys or programs. Where a topic is expected, they are topic names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the maximum changelog value size in bytes, reached if an ID recurs after every guard period."""
+    """Return the maximum changelog value size in bytes, which occurs if an ID recurs after every guard period."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
@@ -311,7 +311,7 @@ class _Member:
 
 
 def _id_members(rule: Rule, at: At, *, of_key: bool = False) -> Iterator[_Member]:
-    """Yield the members of the value, or of the key, that the ID is made of."""
+    """Yield the members of the value or the key that form the ID."""
     match rule:
         case FirstOfRule(alternatives):
             for row, each in enumerate(alternatives):
@@ -344,7 +344,7 @@ def _paths(topology: Topology) -> Iterator[Finding]:
 
 
 def path_findings(rule: Rule, event_time: EventTime, more: Iterable[tuple[At, Path]]) -> Iterator[Finding]:
-    """Yield a warning for each path that is written as a JSONPath or a JSON Pointer, which name other members here.
+    """Yield a warning for each path that looks like a JSONPath or a JSON Pointer, which dedup would read differently.
 
     ``more`` contains paths besides those of the tracking ID and of the event time, with their places in the file.
     """
@@ -359,7 +359,7 @@ def path_findings(rule: Rule, event_time: EventTime, more: Iterable[tuple[At, Pa
 
 
 def _meant(path: Path) -> Path:
-    """Return the path that a JSONPath or a JSON Pointer stands for, or an empty path for any other path."""
+    """Return the path that a JSONPath or a JSON Pointer represents, or an empty path for any other text."""
     first, *others = path
     if first == "$":
         return tuple(others)
@@ -381,7 +381,7 @@ def _contents(topology: Topology) -> Iterator[tuple[At, ContentRule]]:
 
 
 def _content_findings(topology: Topology, schema: SchemaText, name: str, *, first: bool) -> Iterator[Finding]:
-    """Yield the findings about content. The parser has checked what is left out of a schema that the file names."""
+    """Yield the findings about content. The parser has already checked the members excluded from a schema file."""
     fmt = topology.source.format
     for holder, rule in _contents(topology):
         pinned = None if rule.schema is None else text_of(rule.schema)
@@ -430,8 +430,8 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     if all(isinstance(rule, ContentRule | RawContentRule) for rule in rules):
         if topology.tracking_id.normalize:
             yield warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
-        # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs. So may
-        # the bytes of equal content in a format whose payloads are compared as bytes.
+        # An excluded member is not part of the ID, so this member may differ between payloads with equal IDs. In a
+        # format whose payloads are compared as bytes, the bytes of equal content may also differ.
         differing = any(
             isinstance(rule, ContentRule) and (rule.exclude or rule.schema or topology.source.is_memberwise)
             for rule in rules

@@ -44,7 +44,7 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec, Transact
 _FINGERPRINT_BYTES: Final = 16
 _SCHEMA_DIGEST_BYTES: Final = 8
 _WINDOW_RULE: Final = 1
-"""The version of the rule that defines the meaning of stored sightings. A task cannot use state of another version."""
+"""The version of the rule that defines the meaning of stored sightings. A task cannot use another version's state."""
 
 _MOST_ALONE: Final = 16
 _AUTO_GROUPS: Final = 8
@@ -61,7 +61,7 @@ class SourceSpec:
     topics: tuple[str, ...]
     format: Format = "json"
     partitioned_by_tracking_id: bool = False
-    """True if the producers put equal IDs into the same partition."""
+    """True if the producers send equal IDs to the same partition."""
     start: Start = "earliest"
     schema_id: SchemaIdPlace = "auto"
     """The place of a value's schema ID, if the format has schema IDs."""
@@ -166,7 +166,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class FlowSpec:
-    """The user's flow, which runs after the verdict. `flow_loader` imports it."""
+    """The user's flow, which runs after the verdict. `flow_loader` imports the flow."""
 
     name: str
     """The flow as module:attribute."""
@@ -224,7 +224,7 @@ class Topology:
     conflicts_counted: bool = False
     """True if the topology file has the key `conflicts`, with or without a topic. Payloads are then compared."""
     compared: ContentRule | None = None
-    """The content by which payloads are compared, or None to compare JSON without exceptions, or bytes."""
+    """The content by which payloads are compared, or None to compare whole JSON values or bytes."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = field(default_factory=StateSpec)
     transactions: TransactionsSpec = field(default_factory=TransactionsSpec)
@@ -235,7 +235,7 @@ class Topology:
 
     @property
     def forwards_to(self) -> tuple[str, ...]:
-        """The output topic, if there is one, and the routes of the flow."""
+        """The output topic, if any, and the routes of the flow."""
         return (*(() if self.output is None else (self.output.topic,)), *self.routes)
 
     @property
@@ -250,17 +250,17 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The consumer group that stores where reading starts after `dedup reset`, and where the old output ends."""
+        """The consumer group that stores where reading starts, and where the old output ends, after `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
     def replay_group(self) -> str:
-        """The consumer group that stores how far `dedup replay` has read the late-record and dead-letter topics."""
+        """The consumer group that stores the position of `dedup replay` in the late-record and dead-letter topics."""
         return f"{self.name}.replay"
 
     @property
     def replay_mark_group(self) -> str:
-        """The consumer group that holds the replay mark: whether a replay has run, and where the last one ended."""
+        """The consumer group that holds the replay mark: whether a replay has run, and where the last replay ended."""
         return f"{self.name}.replay-mark"
 
     @property
@@ -317,7 +317,7 @@ class Topology:
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     def _content_depends_on(self, *, pinned: bool) -> list[str]:
-        """Return what besides a value's bytes determines the value's content, for the state fingerprint."""
+        """Return, for the state fingerprint, the settings that determine a value's content in addition to its bytes."""
         source = self.source
         if source.format == "csv":
             return [source.format, source.delimiter, *source.columns]
@@ -388,14 +388,14 @@ class Topology:
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
-        """Return 16 bytes that differ between two topologies if one cannot use the state of the other.
+        """Return 16 bytes that differ between two topologies if one cannot use the other's state.
 
         ``partitions`` maps each source topic, and each topic that the dedup tasks read, to its number of partitions.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
-        """Return the text that `state_fingerprint` hashes, so that an error message can say what differs."""
+        """Return the text that `state_fingerprint` hashes, so that an error message can name the differences."""
         rule = self.tracking_id.rule
         compared = self.compared if self.fingerprints_wanted else None
         # The string for the event time is part of the state fingerprint, so do not change its wording.
@@ -430,8 +430,9 @@ class Topology:
 def auto_group_size(partitions: int) -> int:
     """Return how many partitions share a transaction in a new topology with the given number of partitions.
 
-    With up to 16 partitions, each partition has its own transaction. With 17 to 512 partitions, there are at most eight
-    groups, which can keep eight workers busy. Above 512 partitions, there are more groups, of up to 64 partitions each.
+    With up to 16 partitions, each partition has its own transaction. With 17 to 512 partitions, the topology has at
+    most eight groups, which can keep eight workers busy. Above 512 partitions, the topology has more groups, with up to
+    64 partitions each.
     """
     return 1 if partitions <= _MOST_ALONE else min(-(-partitions // _AUTO_GROUPS), _MOST_AUTO)
 
@@ -475,7 +476,7 @@ def _key_text(rule: KeyRule | KeyFieldRule) -> str:
 
 
 def schema_of(source: SourceSpec) -> Schema:
-    """Return the schemas or columns that reading values requires. Raises SettingsError if a registry's are missing."""
+    """Return the schemas or columns that reading values requires. Raises SettingsError without a registry's schemas."""
     if source.format == "csv":
         return CsvLayout(source.columns, source.delimiter)
     if source.names_schemas:

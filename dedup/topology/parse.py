@@ -150,7 +150,7 @@ def _topology(file: TopologyFile, read_file: Callable[[str], str], name: str) ->
     source = file.source
     framing = "auto" if source.schema_id == "none" else source.schema_id
     declared = source.partitioned_by == "tracking_id"
-    # Normalization may make two keys equal although the producers' partitioner treated them as different.
+    # Normalization may make keys equal that the producers' partitioner treated as different.
     implied = has_key(tracking_id.rule) and not tracking_id.normalize
     cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
     grace_ms = file.guard_period if file.grace is None else file.grace
@@ -330,7 +330,7 @@ def _whole_parts(document: Document) -> Iterator[Problem]:
 
 
 def _written(file: Mapping[str, Any], rules: Collection[str]) -> dict[str, Any]:
-    """Return the rules in a mapping. The paths of `field` and `key` are parsed, so that two spellings are equal."""
+    """Return the rules in a mapping. The paths of `field` and `key` are parsed, so that spellings do not matter."""
     written = {rule: file[rule] for rule in file if rule in rules}
     for rule in ("field", "key"):
         if isinstance(written.get(rule), str):

@@ -30,7 +30,7 @@ from dedup.yaml_document import Keys, accepting, matching, some, within
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 _MOST_PARTITIONS: Final = 256
-"""The maximum number of partitions that share a transaction. Their markers are written one by one, which takes time."""
+"""The maximum number of partitions that share a transaction. Brokers write the markers one by one, which takes time."""
 PART_RULES: Final = ("key", "header", "field")
 ALTERNATIVE_RULES: Final = (*PART_RULES, "fields", "parts", "content", "python")
 RULES: Final = (*ALTERNATIVE_RULES, "first_of")
@@ -61,7 +61,7 @@ ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
 
 def _as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Convert a number, true, or false to a string, so that the error message says what to write, not to quote it."""
+    """Convert a number, true, or false to a string, so that the error names valid values."""
     return str(value).lower() if isinstance(value, int | float) else value
 
 
@@ -315,7 +315,8 @@ class ContentFile(Keys):
     """Members that are not part of the ID because they differ each time a record is sent."""
     schema_file: _SchemaFile | None = Field(default=None, alias="schema")
     """File with the schema whose members are the content, relative to the topology file. Requires format avro or
-    protobuf. Without it, each value is read with its own schema."""
+    protobuf. Without this file, each value is read with its own schema.
+    """
 
 
 class PartFile(Keys):
@@ -330,7 +331,7 @@ class PartFile(Keys):
     field: _Path | None = None
     """Path of the member that is the part. A JSON object or array is compared as canonical JSON."""
     absent: Literal["dead_letter", "as_value"] = "dead_letter"
-    """Whether a record in which the part is absent, null, or empty has no ID, or has an ID that contains this state."""
+    """Whether a record in which the part is absent, null, or empty has no ID, or has an ID that includes this state."""
 
 
 _some_alternatives: Final = accepting(
@@ -363,7 +364,7 @@ class AlternativeFile(Keys):
     parts: Annotated[list[PartFile], some("part")] | None = Field(default=None, json_schema_extra={"minItems": 1})
     """Parts of the record that together form the ID, in this order, such as the key and a header."""
     content: _PlainOrMapping[_True, ContentFile] | None = None
-    """With true, the ID is the raw value. With {exclude: [...]}, the ID is its content without these members."""
+    """With true, the ID is the raw value. With {exclude: [...]}, the ID is the content without these members."""
     python: _PlainOrMapping[_FunctionName, FunctionFile] | None = None
     """Your function of (key, value, headers) that returns the ID, as module:function or {function: ..., version: 2}."""
 
@@ -380,7 +381,7 @@ class TrackingIdFile(AlternativeFile):
     normalize: list[Normalizing] = Field(default_factory=list)
     """Steps applied to IDs, in this order, before comparison. With instant, an RFC 3339 time becomes an instant."""
     zero: Literal["missing", "value"] = "missing"
-    """Whether a Protobuf field without presence that was not sent is missing, or has the value 0, false, or empty."""
+    """Whether an unsent Protobuf field without presence is missing, or has the value 0, false, or empty."""
     missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
     """The policy for a record without a usable ID."""
     tombstones: Literal["forward", "dead_letter"] = "forward"
@@ -402,8 +403,10 @@ class ConflictsFile(Keys):
     topic: _Topic | None = None
     """Topic for conflicts, which are always counted. Default: the topic for duplicates."""
     exclude: list[_Path] | None = None
-    """Members that are ignored when payloads are compared, such as the send time. With a list, even an empty one,
-    payloads are compared by their content. Without it, JSON is compared by content, and other formats by bytes."""
+    """Members that are ignored when payloads are compared, such as the send time. With a list, even an empty list,
+    payloads are compared by content. Without a list, JSON is compared by content, and other formats are compared by
+    bytes.
+    """
     schema_file: _SchemaFile | None = Field(default=None, alias="schema")
     """File with the schema whose members are compared, as in `tracking_id.content`."""
 
@@ -437,7 +440,7 @@ class TransactionsSpec(Keys):
             kind=BeforeValidator,
         ),
     ] = "auto"
-    """Number of partitions whose tasks commit in one transaction. With auto, dedup sets it once, for a new topology."""
+    """Number of partitions whose tasks commit in one transaction. With auto, dedup sets it when a topology is new."""
 
 
 class TopologyFile(Keys):
@@ -458,7 +461,7 @@ class TopologyFile(Keys):
     extend: bool = False
     """Whether a duplicate extends the guard period of its ID."""
     extend_at_most: _PositiveDuration | None = None
-    """How far duplicates may extend a sighting, counted from its start. Default: 7 guard periods."""
+    """How far duplicates may extend a sighting, counted from the sighting's start. Default: 7 guard periods."""
     event_time: _PlainOrMapping[Literal["record", "arrival"], FieldTimeFile] = "record"
     """The record's timestamp (record), the source's append time (arrival), or a member of the value."""
     future: Literal["dead_letter", "clamp"] = "dead_letter"
@@ -466,9 +469,9 @@ class TopologyFile(Keys):
     max_clock_skew: _Duration = Field(default="1h", validate_default=True)
     """How far ahead of the clock an event time may be."""
     idle_after: _PositiveDuration = Field(default="1m", validate_default=True)
-    """Time after which a source partition without lag no longer holds stream time back."""
+    """Time after which a source partition without lag stops holding back stream time."""
     output: Output | None = None
-    """Where unique records are sent. If this key is missing, the topology only observes."""
+    """Where unique records are sent. If this key is missing, the topology is observe-only."""
     then: _PlainOrMapping[_FlowName, FlowFile] | None = None
     """Your code for each forwarded record, as module:attribute of a Flow or as {flow: ..., on_error: ...}."""
     routes: Annotated[list[_Topic], some("topic"), AfterValidator(_distinct)] | None = Field(
@@ -497,9 +500,9 @@ class FilesSource(Keys):
     """Append-only files in one directory. Files may be renamed, as in log rotation."""
 
     directory: Annotated[str, matching(_DIRECTORY, 'is not a directory; write a path, such as "."')]
-    """Directory of the files. A relative path starts at the command's current directory, ~ at the home directory."""
+    """Directory of the files. A relative path starts at the command's current directory; ~ is the home directory."""
     pattern: _FilePattern = "*.jsonl"
-    """Pattern for the names of the files to read. A file that was partly read is read to its end under any name."""
+    """Pattern for the names of the files to read. A partly read file is read to its end under any name."""
     format: Literal["jsonl", "csv"] = "jsonl"
     """With jsonl, each line is one JSON value. With csv, each line is one row, after a line of column names."""
     columns: dict[_Column, CsvType] | None = None
@@ -569,7 +572,7 @@ class IngestIdFile(_ExactlyOne):
     field: _Path | None = None
     """Path of the JSON member that is the ID."""
     fields: _Paths | None = None
-    """Paths of several JSON members that together are the ID."""
+    """Paths of several JSON members that together form the ID."""
 
 
 class IngestOutputFile(Keys):
@@ -612,7 +615,7 @@ class IngestFile(Keys):
     output: IngestOutputFile
     """The topic to which records are sent."""
     tracking_id: IngestIdFile | None = None
-    """Members to use as the record's key. Default: none, and the header dedup-id holds the position in the source."""
+    """Members to use as the record's key. Default: no key; the header dedup-id holds the position in the source."""
     event_time: _PlainOrMapping[Literal["now"], JsonTimeFile] = "now"
     """The record's timestamp, which is now (the time when the record is sent) or a member of the value."""
     dead_letter: _Topic | None = None

@@ -18,7 +18,7 @@ _INTEGER_KEY_BYTES: Final = 6
 """The length of the state key of an integer ID up to a trillion."""
 _TAG_BYTES: Final = 1
 _PER_KEY_BYTE: Final = 1.05
-"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes up part of the block index."""
+"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also occupies part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
 """Bytes on disk per sighting in addition to its key: value, sequence number, lengths, and 10 bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
