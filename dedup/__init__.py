@@ -90,14 +90,15 @@ def run(
 
     With ``exit_when_done``, the worker stops when its group has judged every record that the source topics contained
     when the worker started. ``onto_existing_output`` permits a new consumer group to write to an output topic that
-    already contains records. About 20 times a second, the worker calls ``on_tick``, which can display progress. Its
-    argument is the worker's app, which is not part of the public API. The calling program must configure logging.
+    already contains records. About 20 times a second, the worker calls ``on_tick``, which can display progress. The
+    argument of ``on_tick`` is the worker's app, which is not part of the public API. The calling program must configure
+    logging.
 
-    Raises RuntimeError if called outside the main thread, because only the main thread can handle signals. Raises
-    RuntimeError also inside an event loop, such as a notebook's, because the worker runs its own loop. Also raises the
-    error that stops the worker: `StateIncompatible` if the state or the topics do not match the topology,
-    `BrokerUnavailable` if no broker answers, or `RecordFailed` if the policy for a record is `fail`. Results committed
-    before the error stay committed, and the next run continues after them.
+    Raises RuntimeError outside the main thread, because only the main thread can handle signals, and inside an event
+    loop, such as a notebook's, because the worker runs its own loop. Also raises the error that stops the worker:
+    `StateIncompatible` if the state or the topics do not match the topology, `BrokerUnavailable` if no broker answers,
+    or `RecordFailed` if the policy for a record is `fail`. Results committed before the error stay committed, and the
+    next run continues after them.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("call dedup.run in the main thread, because signals stop the worker")

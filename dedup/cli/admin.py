@@ -261,9 +261,9 @@ def reset(
 ) -> None:
     """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and the local state on this machine.
 
-    The command asks for confirmation, and refuses to run while workers are running. A reset does not delete records
-    from the output topic. If workers read the source from the start again after a reset, they forward the same records
-    a second time, and `dedup verify` reports the duplicates.
+    The command asks for confirmation, and refuses to reset anything while workers are running. A reset does not delete
+    records from the output topic. If workers read the source from the start again after a reset, they forward the same
+    records a second time, and `dedup verify` reports the duplicates.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -441,7 +441,7 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show where workers saw an ID, and until which event time later records with that ID are duplicates.
+    """Show where workers saw an ID, and the event time until which later records with that ID are duplicates.
 
     Write a composite ID as a JSON array of its parts. The command queries one or more workers (--url). Each
     queried worker also asks the owners of all other partitions about the ID.

@@ -110,8 +110,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
     --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. If --harder is above
     1, the command without --config also restarts the broker cleanly, changes the output's compression and maximum
-    record size, and tries to delete the consumer group. It also shortens the source's retention, so that judged records
-    are deleted.
+    record size, and tries to delete the consumer group. The command then also shortens the source's retention, so that
+    judged records are deleted.
 
     With --config, the command uses your test environment, and injects faults only into the workers that the command
     started. The command writes generated records to the topology's source topics, which must exist and be empty. The

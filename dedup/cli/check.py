@@ -100,11 +100,11 @@ def check(
 
     The exit code is 2 if a file has an error, and 0 if the files have only warnings. If you pass several files, the
     command also checks the chain that they form from source to table, and reports each stage that is not exactly-once.
-    Two topologies must not write to the same topic, unless they send only dead letters to it. With --broker, the
-    command also compares the cluster's topics with the topics that each topology needs. If values or keys contain
-    schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names with the
-    newest schema of each source topic in the schema registry. The subject is `source.subject` or TOPIC-value and, for
-    members of keys, `source.key_subject` or TOPIC-key.
+    If two topologies write to the same topic, the command reports an error, unless they send only dead letters there.
+    With --broker, the command also compares the cluster's topics with the topics that each topology needs. If values or
+    keys contain schema IDs (Avro, Protobuf, or JSON Schema), --broker also compares the members that a topology names
+    with the newest schema of each source topic in the schema registry. The subject is `source.subject` or TOPIC-value
+    and, for members of keys, `source.key_subject` or TOPIC-key.
 
     By default, the command runs no code that a topology names. With --allow-code, the command imports the flow and the
     ID functions. With --samples, the command also runs this code on each line of a file in two separate processes, and

@@ -152,9 +152,9 @@ def verify_topology(
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    The command uses a Kafka client that workers do not use to read the source topics, the topics that workers write to,
-    and the group's offsets. The command then judges the source records again with a simple model, and checks that the
-    written records have the expected keys, values, headers, timestamps, and order. The exit code is 4 if a record
+    The command reads the source topics, the topics that workers write to, and the group's offsets, and uses another
+    Kafka client than workers do. The command then judges the source records again with a simple model, and checks that
+    the written records have the expected keys, values, headers, timestamps, and order. The exit code is 4 if a record
     violates the guarantee. Memory use does not grow with the size of the topics. The --scratch directory temporarily
     holds about 200 bytes for each record, plus the record's key.
 

@@ -2,10 +2,9 @@
 
 Two different events must never have equal content, because one event would be lost. Therefore, the names of types are
 part of the content, although the binary encoding does not contain them. The content of a value is a `TypedValue` with
-the full name of the value's record. The same applies to a record, an enum, or a fixed that is a branch of a union with
-at least two branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a
-field that takes no bytes is not part of the content, because the field's value never differs, and a small schema can
-define very many such fields.
+the full name of the value's record. The same applies to a record, an enum, or a fixed in a union with at least two
+branches of these kinds. (A union of null and one record is not such a union.) Without a pinned schema, a field that
+takes no bytes is left out, because its value never differs, and a small schema can define very many such fields.
 
 The pinned schema is a reader's schema. Each value is read as "Schema Resolution" of the Avro specification 1.12.0
 requires, and has the names and unions of the pinned schema. All fields of the pinned schema are part of the content,
