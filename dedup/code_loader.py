@@ -40,7 +40,7 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
         raise
     except BaseException as error:  # A module that raises SystemExit must not end the command as a success.
         text = f"{key}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        raise TopologyError([Problem(file, f"{text}; put it into {directory}, or install it")]) from error
+        raise TopologyError([Problem(file, f"{text}; {_remedy(error, module_name, directory)}")]) from error
     top = module_name.partition(".")[0]
     beside = [each.resolve() for each in (Path(directory, top), Path(directory, f"{top}.py")) if each.exists()]
     found = Path(getattr(module, "__file__", None) or "").resolve()
@@ -49,6 +49,14 @@ def load_attribute(key: str, name: str, directory: str, file: str) -> tuple[Any,
         raise TopologyError([Problem(file, text)])
     _imported(module)  # keep this digest even if the file changes later
     return getattr(module, attribute, None), module
+
+
+def _remedy(error: BaseException, module_name: str, directory: str) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct the module"
+    if f"{module_name}.".startswith(f"{error.name}."):
+        return f"put it into {directory}, or install it"
+    return f"install {error.name}, which the module imports"
 
 
 @cache

@@ -83,7 +83,7 @@ def metrics_page() -> str:
         "dedup/metrics.py",
         "# Metrics",
         "A worker and the driver of `dedup spark run` serve these metrics at `/metrics` in Prometheus' text format. "
-        "The labels `sub_topology`, `topic`, and `partition` identify a task by its feeding topic and partition.",
+        "The label `sub_topology` names a task's step; `topic` and `partition` name the partition that feeds the task.",
         "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]),
         f"The buckets of `dedup_commit_seconds` are {_numbers(COMMIT_BUCKETS_S)} seconds. Those of "
         f"`dedup_end_to_end_seconds` are {_numbers(END_TO_END_BUCKETS_S)} seconds.",

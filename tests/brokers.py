@@ -114,15 +114,15 @@ class Admin:
         """A committed reader sees every record of these topics: EndTxn is answered before partitions have markers."""
         names = [name for name in self.client.list_topics(timeout=30).topics if name.startswith(prefix)]
         for name in names:
-            until(lambda: self._end_offsets(name) == self._end_offsets(name, committed=True), f"{name}: markers")  # noqa: B023  # it is waited for here
+            until(lambda: self.end_offsets(name) == self.end_offsets(name, committed=True), f"{name}: markers")  # noqa: B023  # it is waited for here
 
-    def end_offsets(self, topic: str) -> dict[int, int]:
-        """Return the next offset of each partition, open transactions included."""
+    def end_offsets(self, topic: str, *, committed: bool = False) -> dict[int, int]:
+        """Return the next offset of each partition, open transactions included unless ``committed``."""
         found: dict[int, int] = {}
 
         def told() -> bool:
             try:
-                found.update(self._end_offsets(topic))
+                found.update(self._end_offsets(topic, committed=committed))
             except KafkaException as error:
                 if not (error.args[0].retriable() or error.args[0].code() in NO_LEADER_YET):
                     raise
@@ -132,7 +132,7 @@ class Admin:
         until(told, f"{topic}: its ends are told")
         return found
 
-    def _end_offsets(self, topic: str, *, committed: bool = False) -> dict[int, int]:
+    def _end_offsets(self, topic: str, *, committed: bool) -> dict[int, int]:
         # By this client, which is connected: a new consumer takes twenty times as long.
         numbers = self.client.list_topics(topic, timeout=30).topics[topic].partitions
         wanted = {TopicPartition(topic, number): OffsetSpec.latest() for number in sorted(numbers)}  # type: ignore[no-untyped-call]

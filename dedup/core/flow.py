@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any, Final, NamedTuple, Self
 
 from dedup.core.extract_one import Fault, FaultKind, described
+from dedup.core.framing import PREFIX_BYTES
 from dedup.errors import Terminated
 
 FLOW_FAILED: Final = "flow_failed"
@@ -37,8 +38,8 @@ class FlowRecord(NamedTuple):
 
     @property
     def json(self) -> Any:  # noqa: ANN401  # any JSON value
-        """The record's value, decoded as JSON."""
-        return json.loads(self.value or b"null")
+        """The record's value, decoded as JSON, without the framing of `source.format: json_schema`."""
+        return decoded(self.value)
 
     def header(self, name: str) -> bytes | None:
         """Return the value of the last header with this name, or None if the record has no such header."""
@@ -66,6 +67,12 @@ class FlowRecord(NamedTuple):
 
 
 FlowFunction = Callable[[FlowRecord], Iterable[FlowRecord]]
+
+
+def decoded(value: bytes | None) -> Any:  # noqa: ANN401  # any JSON value
+    """Return a value, decoded as JSON, or None for a null value. No JSON text begins with the framing's first byte."""
+    text = value or b"null"
+    return json.loads(text[PREFIX_BYTES:] if text.startswith(b"\0") else text)
 
 
 class Flow:

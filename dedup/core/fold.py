@@ -62,6 +62,8 @@ class Rules:
     future: OnFuture = OnFuture.DEAD_LETTER
     on_conflict: OnConflict = OnConflict.DUPLICATE
     fingerprints: bool = False
+    source_topics: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """The names of the source topics, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,9 @@ def _fingerprint_of(rows: Rows, row: int) -> bytes:
     return b"" if fingerprints is None else fingerprints[row]
 
 
-def _failed(source: Source, cause: str, policy: str) -> RecordFailed:
-    return RecordFailed(
-        f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {cause}. "
-        f"The topology says `{policy}`. Fix the producer, or choose another policy."
-    )
+def _failed(source: Source, rules: Rules, cause: str, policy: str) -> RecordFailed:
+    place = source.place(rules.source_topics)
+    return RecordFailed(f"{place}: {cause}. The topology says `{policy}`. Fix the producer, or choose another policy.")
 
 
 def judged_at_once(
@@ -272,7 +272,7 @@ def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
             continue
         skipped.add(row)
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FAIL:
-            raise _failed(rows.source(row), fault.detail, "missing: fail")
+            raise _failed(rows.source(row), rules, fault.detail, "missing: fail")
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FORWARD:
             outcome.exempt[row] = "missing_id"
         elif fault.kind is FaultKind.TOMBSTONE and rules.tombstones is OnTombstone.FORWARD:
@@ -390,7 +390,7 @@ class _Judging:
             conflict = not isinstance(same, Duplicate)
             if conflict and self._rules.on_conflict is OnConflict.FAIL:
                 cause = "its ID was seen with another payload"
-                raise _failed(self._rows.source(row), cause, "on_conflict: fail")
+                raise _failed(self._rows.source(row), self._rules, cause, "on_conflict: fail")
             if self._rules.on_conflict is OnConflict.FORWARD:
                 # With `forward`, the identity is the ID and the fingerprint, so only a record with the same payload can
                 # be a duplicate.

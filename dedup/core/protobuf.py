@@ -195,7 +195,10 @@ class ProtobufReader:
         return column
 
     def read(self, value: bytes) -> list[Leaf]:
-        """Return the members at the paths, then the event time. Raises Unreadable if the value is not one message."""
+        """Return the members at the paths, then the event time.
+
+        Raises Unreadable unless the value consists of exactly one message.
+        """
         found: list[Leaf] = []
         fault = self.fault(value, found)
         if fault is None:

@@ -1,4 +1,4 @@
-"""Lists the files of an input at any directory depth, and determines which of the directories are columns.
+"""Lists the files of an input at any directory depth, and finds the directory levels that hold partition columns.
 
 By default, Spark silently skips files in subdirectories that are not columns (`day=2026-01-31/`). If subdirectories are
 columns, Spark silently skips files outside of these subdirectories.

@@ -1,4 +1,5 @@
-"""Finds JSON numbers that a column cannot keep exactly.
+"""Finds JSON values that Spark's parser would change without an error: numbers that a column cannot keep exactly, and
+times that are not RFC 3339 strings.
 
 Spark's JSON parser reports a value of the wrong type, but not a number that it rounds: `1.005` becomes 1.01 in a column
 of type DECIMAL(10,2), `12345678901234567.89` becomes `1.2345678901234568E16` in a column of type STRING, and `1e400`
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
-from typing import Final
+from functools import reduce
+from operator import or_
+from typing import Final, cast
 
 from pyspark.sql import Column
 from pyspark.sql import functions as fn
@@ -26,6 +29,7 @@ _FRACTION: Final = r"|[.][\p{Nd},]{%d}|[\p{Nd}.,][eE]|\\u"
 A JSON string can also contain a number. Java's decimals accept the digits of any script, Spark ignores commas in such
 strings, and any character of a string may be escaped.
 """
+_RFC3339: Final = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$"
 
 
 def inexact(value: Column, payload: t.StructType) -> Column:
@@ -42,6 +46,59 @@ def inexact(value: Column, payload: t.StructType) -> Column:
     suspect = value.cast("string").rlike(_INEXACT + (_FRACTION % (min(scales) + 1) if scales else ""))
     look = fn.udf(_finder(payload), "string", useArrow=False)
     return look(fn.when(suspect, value.cast("binary")))
+
+
+def unclear_times(value: Column, payload: t.StructType) -> Column:
+    """Return a column with a message if a TIMESTAMP in the JSON text ``value`` is not an RFC 3339 string, or null.
+
+    Spark's JSON parser reads a number as seconds. It adds today's date to `08:00`, and the session's time zone to a
+    time without an offset from UTC.
+    """
+    if not _has_times(payload):
+        return fn.lit(None).cast("string")
+    texts = fn.from_json(value.cast("string"), cast("t.StructType", _with_texts(payload)))
+    return fn.when(_unclear(texts, payload), fn.lit("a TIMESTAMP is not a time such as 2024-01-31T00:00:00Z"))
+
+
+def _has_times(kind: t.DataType) -> bool:
+    match kind:
+        case t.StructType():
+            return any(_has_times(each.dataType) for each in kind.fields)
+        case t.ArrayType():
+            return _has_times(kind.elementType)
+        case t.MapType():
+            return _has_times(kind.valueType)
+        case _:
+            return isinstance(kind, t.TimestampType)
+
+
+def _with_texts(kind: t.DataType) -> t.DataType:
+    """Return a type with STRING instead of TIMESTAMP, which keeps the text of any JSON value."""
+    match kind:
+        case t.StructType():
+            return t.StructType([t.StructField(each.name, _with_texts(each.dataType)) for each in kind.fields])
+        case t.ArrayType():
+            return t.ArrayType(_with_texts(kind.elementType))
+        case t.MapType():
+            return t.MapType(kind.keyType, _with_texts(kind.valueType))
+        case t.TimestampType():
+            return t.StringType()
+        case _:
+            return kind
+
+
+def _unclear(column: Column, kind: t.DataType) -> Column:
+    """Return a condition that is true if a column of type `_with_texts` has an unclear time."""
+    match kind:
+        case t.StructType():
+            parts = [each for each in kind.fields if _has_times(each.dataType)]
+            return reduce(or_, (_unclear(column.getField(each.name), each.dataType) for each in parts))
+        case t.ArrayType():
+            return fn.exists(column, lambda item: _unclear(item, kind.elementType))
+        case t.MapType():
+            return _unclear(fn.map_values(column), t.ArrayType(kind.valueType))
+        case _:
+            return column.isNotNull() & ~column.rlike(_RFC3339)
 
 
 def _leaves(kind: t.DataType) -> Iterator[t.DataType]:

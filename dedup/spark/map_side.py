@@ -196,15 +196,15 @@ def before_each(runs: Iterable[OffsetRun], topics: Sequence[str], ends: LogEnds)
         if place in last and run.first_offset <= last[place]:
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the offsets {run.first_offset} to {last[place]} occur twice, "
-                f"or the rows are not in log order. Remove the repeated records from the input, or call the job "
-                f"with `contiguous=False`, so that it sorts the rows first."
+                f"or the rows are not in log order. Remove the repeated records from the input, or sort "
+                f"its rows by partition and offset."
             )
         end = reached.get(place, NOTHING_JUDGED)
         if place in ends and run.first_offset < end.next_offset:
             raise StateIncompatible(
                 f"{topics[run.topic]}/{run.partition}: the input begins at offset {run.first_offset}, and earlier runs "
-                f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the files "
-                f"with records before offset {end.next_offset}: they were judged, or can no longer be judged exactly."
+                f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the "
+                f"records before offset {end.next_offset}: they were judged, or can no longer be judged exactly."
             )
         result[run.number] = end.greatest_ms
         reached[place] = end._replace(greatest_ms=max(end.greatest_ms, run.greatest_ms))

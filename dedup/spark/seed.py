@@ -339,7 +339,7 @@ async def _cluster_state(
 def _not_new(topology: Topology, why: str) -> StateIncompatible:
     return StateIncompatible(
         f"{topology.name} cannot be seeded: {why}. A seed needs a group without offsets and a new changelog. Nothing "
-        f"was changed. To discard the existing state, run `dedup reset`, and then seed."
+        f"was changed. To discard the existing state, run `dedup reset` without `--to`, and then seed."
     )
 
 

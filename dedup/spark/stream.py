@@ -62,6 +62,7 @@ from dedup.spark.task_attempt import (
     deleted_unjudged,
     judge_partition,
     pass_markers,
+    refuse_unjudged,
 )
 from dedup.store.rocks import RocksMemory
 from dedup.topology.model import SubTopology, Topology
@@ -75,7 +76,7 @@ from dedup.worker.offsets import (
     first_readable,
     progress_within,
 )
-from dedup.worker.restore import refuse_other_rule
+from dedup.worker.restore import last_task_record, refuse_other_rule
 from dedup.worker.task import SteadyClock, TaskId
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_group import TaskGroup
@@ -220,6 +221,22 @@ async def _before_markers(ready: Prepared, places: Iterable[TopicPartition]) -> 
             return committed is not None and await first_readable(wire, place, committed) > committed
 
         return [place for place in places if await precedes(place)]
+
+
+async def _refuse_ahead(ready: Prepared, kind: SubTopology, continues: Mapping[TopicPartition, int]) -> None:
+    """Raise StateIncompatible if a checkpoint continues after records that the state has not judged.
+
+    Without this check, a stream would only find out when the next record arrives.
+    """
+    ahead = {place: at for place, at in continues.items() if at > ready.committed.get(place, at)}
+    async with connected(ready.settings, f"dedup-{ready.topology.name}-spark") as wire:
+        for place, at in ahead.items():
+            position = ready.committed[place]
+            if kind == "dedup":
+                changelog = TopicPartition(ready.topology.changelog_topic, place.partition)
+                record = await last_task_record(wire, changelog, stable=False)
+                position = max(position, record.next_offset if record is not None else 0)
+            await refuse_unjudged(wire, TaskId(kind, place), position, at)
 
 
 @asynccontextmanager
@@ -645,6 +662,7 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     for kind in kinds:
         own = ready.feeding(kind)
         leave_behind(checkpoint, kind, {place: ready.kept[place] for place in own}, ready.committed)
+        run_in_new_loop(_refuse_ahead(ready, kind, continues_at(checkpoint, kind)))
     upkeep = StreamUpkeep(ready.topology, settings, ready.cluster, partial(continues_at, checkpoint, "dedup"))
     monitor = StreamMonitor(topology, settings, {kind: ready.feeding(kind) for kind in kinds}, upkeep)
     idle_marks = None if topology.direct or options.exit_when_done else _IdleMarks(ready)

@@ -35,7 +35,7 @@ from dedup.core.tracking_id import Path, format_path
 from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified, payload_columns
-from dedup.spark.json_digits import inexact
+from dedup.spark.json_digits import inexact, unclear_times
 from dedup.spark.kafka_source import history_of_range, settled_ends
 from dedup.spark.row_events import quoted
 from dedup.spark.session import described
@@ -207,7 +207,8 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         # Spark puts a value that it cannot parse into this column. Without the column, a value of another type would
         # silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
-        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
+        # Without the last option, the texts "NaN" and "Infinity" would be numbers.
+        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON, "allowNonNumericNumbers": "false"}
         if topology.source.is_memberwise:
             known, value = _with_members(known, topology, payload), fn.col(_MEMBERS)
         else:
@@ -216,7 +217,8 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
         unfit = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
-        bad = fn.coalesce(fn.when(unfit, fn.lit("the value does not match --schema")), fn.col(_INEXACT))
+        misfit = fn.when(unfit, fn.lit("the value does not match --schema"))
+        bad = fn.coalesce(misfit, fn.col(_INEXACT), unclear_times(value, payload))
         reason = fn.coalesce(reason, fn.when(bad.isNotNull(), fn.lit("schema_mismatch")))
         detail = fn.coalesce(detail, bad)
         columns = [fn.col("_payload").getField(name).alias(name) for name in payload.names]

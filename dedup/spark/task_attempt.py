@@ -424,14 +424,21 @@ class _Attempt:
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
     """Raise StateIncompatible if records exist between the next offset to judge and the first input row."""
-    feeding, position, begins = first.feeding, task.next_offset, first.offsets[0]
-    kept = (await bounds_of(wire, feeding)).start if position < begins else 0
+    position, begins = task.next_offset, first.offsets[0]
+    kept = (await bounds_of(wire, first.feeding)).start if position < begins else 0
     if position < kept:
         raise deleted_unjudged(task.task_id, position, kept)
-    missed = await first_record(wire, feeding, position, begins)
+    await refuse_unjudged(wire, task.task_id, position, begins)
+
+
+async def refuse_unjudged(wire: KafkaWire, task_id: TaskId, position: int, begins: int) -> None:
+    """Raise StateIncompatible if records exist between a task's next offset and the offset where its checkpoint
+    continues.
+    """
+    missed = await first_record(wire, task_id.feeding, position, begins)
     if missed is not None:
         raise StateIncompatible(
-            f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
+            f"{task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
             f"below {position}; offset {missed.offset} is the first that would be lost. State and checkpoint do not "
             f"match. Nothing was changed. Start with an empty checkpoint directory: the stream then begins where the "
             f"state ends."

@@ -345,9 +345,8 @@ class Topology:
     @cached_property
     def rules(self) -> Rules:
         """The rules that `fold` applies to records."""
-        return Rules(
-            self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
-        )
+        wanted, topics = self.fingerprints_wanted, self.source.topics
+        return Rules(self.window, self.missing, self.tombstones, self.future, self.on_conflict, wanted, topics)
 
     @property
     def runs_code(self) -> bool:

@@ -163,8 +163,8 @@ class TaskReplay:
         """Return a mask of the records whose IDs have at most one sighting and whose verdicts are obvious.
 
         The first record with such an ID is unique. All other records with the ID have the same payload and are within a
-        guard period of the first record, so they are its duplicates. The model judges the records of all other IDs, and
-        all records that a flow gets.
+        guard period of the first record, so they are its duplicates. The model judges the records of all other IDs, or
+        all records if the topology has a flow.
         """
         count, rules, times_ms, prints = len(log.ids), self._plan.rules, log.times_ms, log.fingerprints
         if self._plan.topology.then:

@@ -50,12 +50,22 @@ class FlowCollector(RecordCollector):
     """The time, in seconds, that the flow took in each fold of the current batch or part of a batch."""
     counted_s: list[float] = field(default_factory=list)
     """The parts of `spent_s` that the metrics already include."""
+    built_s: list[float] = field(default_factory=list)
+    """The time, in seconds, that building the batches took in each fold. It counts toward `most_s`, because a flow that
+    yields many records also makes their batches slow.
+    """
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
         """Return batches as `RecordCollector.publish` does, but forward the records that the flow yields."""
+        began_s, flow_s = time.perf_counter(), sum(self.spent_s)
         batches = RecordCollector.publish(self, batch, rows, outcome, refusals, misfits)
+        rest_s = time.perf_counter() - began_s - (sum(self.spent_s) - flow_s)
+        self.built_s.append(min(rest_s, self.most_s / 2))  # as for a call of the flow, the process may have been frozen
+        took_s = sum(self.spent_s) + sum(self.built_s)
+        if took_s > self.most_s:
+            raise self._too_slow(rows.source(0).place(self.routes.source_topics), took_s, len(self.forwarded(outcome)))
         if not misfits:
             outcome.flow_seconds = sum(self.spent_s) - sum(self.counted_s)
             self.counted_s.append(outcome.flow_seconds)
@@ -63,7 +73,7 @@ class FlowCollector(RecordCollector):
 
     def begin(self) -> None:
         """Forget the results and the times of the previous batch."""
-        for each in (self.known, self.spent_s, self.counted_s):
+        for each in (self.known, self.spent_s, self.counted_s, self.built_s):
             each.clear()
 
     def _output(

@@ -390,7 +390,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
 
 
 def _of_value(topology: Topology) -> Topology:
-    """Return a topology that reads the key's members from the value, which results in the same IDs.
+    """Return a topology that computes the same IDs, but reads the key's members from the value.
 
     The value then has the format of the key, except for an ID with several parts.
     """

@@ -87,7 +87,7 @@ class FleetPlan:
 def supervise(plan: FleetPlan) -> int:
     """Run the workers of a plan until a signal arrives or all workers are done, and return the exit code.
 
-    Raises DedupError, after it has stopped the workers that are running, if the machine cannot start all of them.
+    Raises DedupError if the machine cannot start all workers; the workers that are already running are stopped first.
     """
     stopping = False
 

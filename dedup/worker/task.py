@@ -181,7 +181,7 @@ class TaskWork(abc.ABC):
 
     @abc.abstractmethod
     async def restore(self, committed: int | None, *, own: bool) -> int:
-        """Restore the state to the end of the changelog, and return the feeding offset at which to start reading.
+        """Restore the state from the changelog, and return the offset at which to start reading the feeding partition.
 
         ``own`` is True if a task of this topology committed the offset, in the same transaction as the task's state.
         """

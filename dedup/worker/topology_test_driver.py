@@ -9,7 +9,6 @@ records are judged and committed.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Self
 
 from dedup.core.event_time import rfc3339_ms
-from dedup.core.flow import FlowValue, encoded
+from dedup.core.flow import FlowValue, decoded, encoded
 from dedup.core.framing import SchemaBook, ref_named
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.kafka.memory_wire import MemoryWire
@@ -57,8 +56,8 @@ class OutputRecord:
 
     @property
     def json(self) -> Any:  # noqa: ANN401  # the result is any JSON value
-        """The record's value, decoded as JSON."""
-        return json.loads(self.value or b"null")
+        """The record's value, decoded as JSON, without the framing of `source.format: json_schema`."""
+        return decoded(self.value)
 
     def header(self, name: str) -> bytes | None:
         """Return the value of the last header with this name, or None if no header has the name."""
@@ -110,6 +109,9 @@ class TopologyTestDriver:
                 raise ValueError(
                     f"{topology.name}: values or keys name their schemas; pass them, such as `schemas={{1: text}}`"
                 )
+            for name, text in schemas.items():
+                if not isinstance(text, str):
+                    raise TypeError(f"schemas: the schema {name!r} is a {type(text).__name__}; pass its text")
             known = {ref_named(str(name)): text for name, text in schemas.items()}
             topology = topology.knowing(SchemaBook(known.get))
         elif schemas is not None:
@@ -120,7 +122,7 @@ class TopologyTestDriver:
             raise ValueError(f"partitions: name a count of at least 1 for each source topic: {topics}")
         self.topology: Final = topology
         """The topology under test."""
-        self._clock: Final = DriverClock(SteadyClock().now_ms() if now is None else _ms(now))
+        self._clock: Final = DriverClock(SteadyClock().now_ms() if now is None else _ms(now, "now"))
         self._wire: Final = MemoryWire(self._clock.now_ms)
         self._counts: Final = counts
         self._factory: Final = _factory(topology, counts, self._clock, self._wire)
@@ -170,11 +172,13 @@ class TopologyTestDriver:
         """
         if timestamp is not None and self.topology.by_arrival:
             raise ValueError("with `event_time: arrival`, the time of a record is the clock's; use `advance_clock`")
-        data = None if key is None else _bytes(key)
+        data = None if key is None else _bytes(key, "key")
         place = self._source(topic, partition, data)
-        time_ms = self._clock.now_ms() if timestamp is None else _ms(timestamp)
+        time_ms = self._clock.now_ms() if timestamp is None else _ms(timestamp, "timestamp")
         pairs = headers.items() if isinstance(headers, Mapping) else headers
-        own: list[Header] = [(name, None if value is None else _bytes(value)) for name, value in pairs]
+        own: list[Header] = [
+            (name, None if value is None else _bytes(value, f"headers: {name}")) for name, value in pairs
+        ]
         self._refuse_if_over()
         self._wire.append(place, [(OWN_ROW, time_ms, data, encoded(value), own) for value in values])
         self._run(self._judge, place)
@@ -196,6 +200,8 @@ class TopologyTestDriver:
         The clock provides the default timestamp of records and, with `max_clock_skew`, the limit for event times.
         Raises ValueError for a negative duration.
         """
+        if not isinstance(by, str | timedelta):
+            raise TypeError(f'{by!r} is no duration; write for example "25h" or timedelta(hours=25)')
         by_ms = parse_duration(by) if isinstance(by, str) else by // timedelta(milliseconds=1)
         if by_ms < 0:
             raise ValueError("the clock never goes back; name a positive duration")
@@ -340,11 +346,15 @@ def _factory(topology: Topology, counts: Mapping[str, int], clock: SteadyClock, 
     return TaskFactory(topology.grouped_by(1), settings, Cluster(topics), wire, clock, None)
 
 
-def _bytes(text: Text) -> bytes:
+def _bytes(text: Text, name: str) -> bytes:
+    if not isinstance(text, bytes | str):
+        raise TypeError(f"{name}: {text!r} is neither bytes nor a string")
     return text if isinstance(text, bytes) else text.encode()
 
 
-def _ms(time: Time) -> int:
+def _ms(time: Time, name: str) -> int:
+    if not isinstance(time, int | str | datetime):
+        raise TypeError(f"{name}: {time!r} is no time; write milliseconds as an int, an RFC 3339 string, or a datetime")
     if isinstance(time, int):
         return time
     if isinstance(time, datetime):

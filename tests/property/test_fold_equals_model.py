@@ -156,6 +156,7 @@ def by_fold(case: Case) -> list[Line]:
         OnFuture(case.rules.future),
         OnConflict(case.rules.on_conflict),
         case.fingerprints,
+        ("t0", "t1", "t2"),
     )
     state = State(window, longest_only=window.extend)
     stream_time = StreamTime.before(case.feeds)
@@ -242,6 +243,6 @@ def test_a_policy_fail_says_where_and_why():
     feed = Feed(0, 2)
     fault = Fault(FaultKind.MISSING_ID, "id_null", "id is null")
     rows = Rows(Extracted([None], [0], None, {0: fault}), [7], (feed,))
-    rules = Rules(Window(10, 10), missing=OnMissing.FAIL)
-    with pytest.raises(RecordFailed, match=r"partition 2, offset 7: id is null\. The topology says `missing: fail`\. "):
+    rules = Rules(Window(10, 10), missing=OnMissing.FAIL, source_topics=("in",))
+    with pytest.raises(RecordFailed, match=r"in/2/7: id is null\. The topology says `missing: fail`\. "):
         fold(rows, rules, StreamTime.before([feed]), lambda _ids, _least_ms: {}, ceiling_ms=100)

@@ -390,7 +390,7 @@ def test_a_policy_that_says_fail_ends_the_job_with_the_record(spark, tmp_path):
     write(tmp_path / "in" / "a.parquet", [*LOG[:1], (b"{}", 1, 0, 1)])
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     failing = topology(tracking_id={"field": "id", "missing": "fail"})
-    with pytest.raises(RecordFailed, match=r"partition 0, offset 1: .*`missing: fail`"):
+    with pytest.raises(RecordFailed, match=r"/0/1: .*`missing: fail`"):
         backfill(history, failing, str(tmp_path / "out"), now_ms=NOW_MS)
     assert list((tmp_path / "out").glob("run=*")) == []
 

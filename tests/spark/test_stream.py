@@ -425,7 +425,7 @@ def test_aborted_records_do_not_end_the_silence_of_a_source_partition(make_job, 
 def test_a_policy_that_stops_is_raised_as_what_it_is(make_job, run):
     job = make_job(document={"tracking_id": {"field": "id", "missing": "fail"}})
     job.send([Event(0, b'{"id":"a"}', BASE_MS), Event(0, b"{}", BASE_MS)])
-    with pytest.raises(RecordFailed, match="offset 1"):
+    with pytest.raises(RecordFailed, match="in/0/1: "):
         run(job)
 
 

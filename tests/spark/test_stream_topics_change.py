@@ -12,7 +12,7 @@ from confluent_kafka.admin import NewPartitions
 from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.errors import StateIncompatible
 from dedup.spark.stream import StreamOptions, start_stream
-from tests.integration.test_admin import distinct, output_ids
+from tests.integration.test_admin import dedup, distinct, output_ids
 from tests.integration.test_topics_change import INCOMPATIBLE, made_again
 from tests.spark.streaming import start_driver
 
@@ -68,6 +68,21 @@ def test_a_stream_with_another_id_rule_repartitions_nothing(make_job, spark, top
     with pytest.raises(StateIncompatible, match="another ID rule"):
         start_stream(spark, other, job.settings, options).wait()
     assert job.written() == before
+
+
+@pytest.mark.parametrize("repartitions", [False, True])
+def test_a_checkpoint_that_is_ahead_of_a_reset_state_is_refused_at_the_start(
+    make_job, spark, topic_names, repartitions
+):
+    """Was: a stream judged nothing and exited with 0. Only a new record showed that the two do not match."""
+    job = make_job(document={"source": {"topics": [topic_names("ahead")]}} if repartitions else {})
+    job.send(distinct(0, 100))
+    options = StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True)
+    start_stream(spark, job.topology, job.settings, options).wait()
+    start_stream(spark, job.topology, job.settings, options).wait()
+    dedup(job, "reset", "--to", "earliest", "--yes")
+    with pytest.raises(StateIncompatible, match=r"the checkpoint continues at offset|is the checkpoint of another"):
+        start_stream(spark, job.topology, job.settings, options)
 
 
 def test_partitions_added_to_the_source(make_job, spark):

@@ -228,6 +228,22 @@ def test_an_empty_value_is_rejected_and_a_null_one_is_a_row(spark):
     assert {(row.order_offset, row.note) for row in found.rows.collect()} == {(3, None), (4, None)}
 
 
+def test_a_time_that_spark_would_guess_is_rejected(spark):
+    """Was: a number became a time in seconds, `08:00` a time of the day of the run, and a time without a zone UTC."""
+    good = ['{"id":"a","at":"2026-01-31T08:00:00+01:00","all":["2026-01-31T08:00:00.5Z",null]}', '{"id":"a"}']
+    values = ["1700000000000", '"08:00"', '"2026"', '"2026-01-31 08:00:00"', '"2026-01-31T08:00:00"', "true"]
+    bad = [f'{{"id":"a","at":{each}}}' for each in values] + [f'{{"id":"a","all":[{each}]}}' for each in values]
+    bad += ['{"id":"a","in":{"at":1}}', '{"id":"a","d":"NaN"}', '{"id":"a","d":"Infinity"}']
+    rows = [(b"k", each.encode(), None, 5, "orders.unique", 0, at) for at, each in enumerate([*good, *bad])]
+    schema = "at TIMESTAMP, all ARRAY<TIMESTAMP>, in STRUCT<at: TIMESTAMP>, d DOUBLE"
+    found = table_rows(records(spark, *rows), TOPOLOGY, schema=schema, order="offset")
+    assert {row.offset: row.reason for row in found.rejected.collect()} == dict.fromkeys(
+        range(2, len(rows)), "schema_mismatch"
+    )
+    kept = found.rows.select(fn.unix_millis("at").alias("at"), fn.unix_millis(fn.col("all")[0]).alias("first"))
+    assert {(row.at, row.first) for row in kept.collect()} == {(1_769_842_800_000, 1_769_846_400_500), (None, None)}
+
+
 @pytest.mark.parametrize("schema_id", ["auto", "header", "prefix"])
 def test_framed_values_become_rows(spark, schema_id):
     source = dataclasses.replace(TOPOLOGY.source, format="json_schema", schema_id=schema_id)

@@ -32,7 +32,12 @@ def test_a_module_in_a_package_beside_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("code", "attribute", "says"),
     [
-        ("raise ValueError('broken')", "flow", "cannot be imported: ValueError: broken"),
+        ("raise ValueError('broken')", "flow", "cannot be imported: ValueError: broken; correct the module"),
+        (
+            "import no_such_package",
+            "flow",
+            "No module named 'no_such_package'; install no_such_package, which the module",
+        ),
         ("flow = 1", "flow", "flow in .* is not a dedup.Flow"),
         ("from dedup import Flow", "flow", "is not a dedup.Flow"),
         ("from dedup import Flow\nflow = Flow()", "flow", "has no function"),
@@ -46,7 +51,7 @@ def test_what_is_no_flow(tmp_path, code, attribute, says, request):
 
 
 def test_no_module_and_another_module_of_that_name(tmp_path):
-    with pytest.raises(TopologyError, match="No module named 'loader_nowhere'"):
+    with pytest.raises(TopologyError, match="No module named 'loader_nowhere'; put it into"):
         load_flow(FlowSpec("loader_nowhere:flow", str(tmp_path)))
     (tmp_path / "json.py").write_text(CODE.format("yield record"))
     assert "json" in sys.modules

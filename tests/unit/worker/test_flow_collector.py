@@ -1,14 +1,16 @@
 """A flow in `TopologyTestDriver`: headers, partitions, failures that change later verdicts, and what is counted."""
 
+import itertools
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from dedup import TopologyTestDriver
 from dedup.core.partitioner import partitions
-from dedup.errors import RecordFailed, RecordRefused
+from dedup.errors import RecordFailed, RecordRefused, TopologyError
 from dedup.topology.parse import parse
 from dedup.worker.record_collector import Refusals, SideTopics
 
@@ -203,3 +205,12 @@ def test_a_batch_that_is_judged_in_pieces_calls_the_flow_once_for_each_record(to
         assert len(driver.read_output()) == 296
     (calls,) = [each.CALLS_OF_FLOW for each in list(sys.modules.values()) if getattr(each, "CALLS_OF_FLOW", None)]
     assert sorted(calls) == list(range(300))
+
+
+def test_the_time_that_the_yielded_records_take_counts_toward_the_limit(topology, monkeypatch):
+    """Was: only the calls counted. A flow that yielded hundreds of records each kept heartbeats away unnoticed."""
+    ticks = itertools.count(0, 600)
+    monkeypatch.setattr("dedup.worker.flow_collector.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    slow = pytest.raises(TopologyError, match=r"in/0/0: the flow's function route took 1875\.0 s for 2 records")
+    with TopologyTestDriver(topology("yield record"), now=NOW) as driver, slow:
+        driver.feed({"id": "a"}, {"id": "b"})

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dedup import TopologyTestDriver, load_topology
+from dedup import FlowRecord, TopologyTestDriver, load_topology
 from dedup.errors import RecordFailed, StateIncompatible
 from dedup.kafka.record_batch import OWN_ROW, TopicPartition
 from dedup.topology.parse import parse
+from dedup.worker.topology_test_driver import OutputRecord
 
 ROOT = Path(__file__).parents[3]
 NOW = "2024-01-01T12:00:00Z"
@@ -142,7 +143,7 @@ def test_a_failing_record_stops_the_driver_like_a_worker(source):
     policy = {"field": "id", "missing": "fail"}
     with driver(topology(source=source, tracking_id=policy)) as made:
         made.feed({"id": "a"})
-        with pytest.raises(RecordFailed, match=r"offset 2: .*`missing: fail`"):
+        with pytest.raises(RecordFailed, match=r"^in/0/2: .*`missing: fail`"):
             made.feed({"id": "b"}, {"n": 1})
         with pytest.raises(RecordFailed):
             made.feed({"id": "c"})
@@ -301,3 +302,31 @@ def test_keys_that_name_their_schemas():
         known.feed(b"3", key=b"\0\0\0\0\3\2a")
         known.feed(b"4", key=b"\2a", headers={"__key_schema_id": b"\0\0\0\0\1"})
         assert known.verdicts == {"unique": 1, "duplicate": 2, "dead_letter": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"key": 5}, "key: 5 is neither bytes nor a string"),
+        ({"headers": {"a": 1}}, "headers: a: 1 is neither bytes nor a string"),
+        ({"timestamp": 1.5}, "timestamp: 1.5 is no time; write milliseconds as an int"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(wrong, says):
+    with driver(topology()) as made, pytest.raises(TypeError, match=says):
+        made.feed({"id": "a"}, **wrong)
+
+
+def test_a_duration_and_a_schema_of_another_type_are_named():
+    with driver(topology()) as made, pytest.raises(TypeError, match="5 is no duration"):
+        made.advance_clock(5)
+    framed = topology(source={"topics": ["in"], "partitioned_by": "tracking_id", "format": "avro"})
+    with pytest.raises(TypeError, match="schemas: the schema 7 is a dict; pass its text"):
+        TopologyTestDriver(framed, schemas={7: {}})
+
+
+def test_json_of_a_framed_value_leaves_the_framing_out():
+    """Was: a UnicodeDecodeError."""
+    framed = b"\0\0\0\0\7" + b'{"id": "a"}'
+    assert FlowRecord("out", None, framed, (), 0).json == {"id": "a"}
+    assert OutputRecord("out", 0, 0, 0, None, framed, ()).json == {"id": "a"}
