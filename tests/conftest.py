@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import brokers
 from tests.brokers import Admin, RunningKafka
 
 if not os.environ.get("CI"):
-    # A slow machine is no failure. In CI, Hypothesis's own profile has no deadline either, and fixed examples.
-    settings.register_profile("untimed", deadline=None)
+    # A slow machine is no failure. In CI, Hypothesis's own profile has no such limits either, and fixed examples.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
 
