@@ -632,7 +632,7 @@ class _WaitingConnection(AIOKafkaConnection):  # type: ignore[misc]  # untyped b
         writer = self._writer
         closed = super().close(reason, exc)
         if writer is not None:
-            asyncio.get_running_loop().call_later(_CLOSE_WITHIN_S, writer.transport.abort)
+            self._loop.call_later(_CLOSE_WITHIN_S, writer.transport.abort)
         return closed
 
     async def _answered(self, answer: asyncio.Future[Any]) -> Any:  # noqa: ANN401  # untyped protocol structures
@@ -652,8 +652,8 @@ def back_off(client: AIOKafkaClient) -> set[object]:
 
     The pause doubles from 50 ms to 1 s. During the pause, the client treats the node as unreachable at once. Without
     the pause, aiokafka would try again constantly: each failed attempt makes it look for new metadata, and to do so, it
-    tries to connect again. A node whose host name Python refuses to look up, such as ``.svc``, counts as unreachable,
-    too: its UnicodeError would end aiokafka's task that updates the metadata, and whoever waits for it would hang.
+    tries to connect again. A node whose host name Python refuses to look up (``.svc``) also counts as unreachable;
+    otherwise, the UnicodeError would end aiokafka's metadata task, and callers that wait for metadata would hang.
     """
     connect = client._get_conn  # noqa: SLF001  # aiokafka has no public API for this
     waits: dict[object, tuple[float, float]] = {}

@@ -287,9 +287,9 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
 async def connect(connection: Connection, client: AIOKafkaClient, attempt: Callable[[], Awaitable[None]]) -> None:
     """Repeat ``attempt``, which connects a client of aiokafka, until a broker responds and names the cluster's brokers.
 
-    A broker that is starting may not know any broker yet, and a client that knows none cannot look up a coordinator.
-    Raises BrokerUnavailable if no broker responds so within `patience_ms`, or immediately after a permanent error, such
-    as a wrong password or an untrusted certificate.
+    A broker that is starting may not know any broker yet, and a client that knows no broker cannot look up a
+    coordinator. Raises BrokerUnavailable if the brokers are not known within `patience_ms`, or immediately after a
+    permanent error, such as a wrong password or an untrusted certificate.
     """
     deadline = asyncio.get_running_loop().time() + connection.patience_ms / 1000
     while True:
@@ -319,8 +319,8 @@ async def _refuse_nameless(connection: Connection, client: AIOKafkaClient, *, la
         await kept.close()
     if last:
         raise BrokerUnavailable(
-            f"a broker answers at {', '.join(connection.brokers)}, but it does not name any broker of its cluster, as "
-            "while it is starting. Look at its log; then run the command again."
+            f"a broker answers at {', '.join(connection.brokers)}, but it does not name any broker of its cluster, "
+            "for example because it is still starting. Look at its log; then run the command again."
         )
 
 

@@ -29,6 +29,7 @@ _FRACTION: Final = r"|[.][\p{Nd},]{%d}|[\p{Nd}.,][eE]|\\u"
 A JSON string can also contain a number. Java's decimals accept the digits of any script, Spark ignores commas in such
 strings, and any character of a string may be escaped.
 """
+# Spark cannot read the lower-case letters that `core.event_time` accepts.
 _RFC3339: Final = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$"
 
 

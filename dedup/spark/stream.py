@@ -229,6 +229,8 @@ async def _refuse_ahead(ready: Prepared, kind: SubTopology, continues: Mapping[T
     Without this check, a stream would only find out when the next record arrives.
     """
     ahead = {place: at for place, at in continues.items() if at > ready.committed.get(place, at)}
+    if not ahead:
+        return
     async with connected(ready.settings, f"dedup-{ready.topology.name}-spark") as wire:
         for place, at in ahead.items():
             position = ready.committed[place]
