@@ -1,4 +1,8 @@
-"""A real Chromium for the dashboard's tests: Debian's, driven by Playwright."""
+"""A real Chromium for the dashboard's tests: Debian's, driven by Playwright.
+
+Buttons and links are activated by the keyboard. The page grows when figures arrive, and a click whose target moves between
+press and release does nothing.
+"""
 
 from __future__ import annotations
 

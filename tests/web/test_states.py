@@ -161,7 +161,7 @@ SMALL_TARGETS = """() => [...document.querySelectorAll("a, button, select, summa
 
 def led(page: Page, text: str) -> Locator:
     """Follow the issue with this text; returns what the page then marks, which can be seen."""
-    page.locator("#attention").get_by_role("link", name=text).click()
+    page.locator("#attention").get_by_role("link", name=text).press("Enter")
     marked = page.locator(".led")
     expect(marked).to_have_count(1)
     expect(marked).to_be_in_viewport()
@@ -195,7 +195,7 @@ def test_every_issue_is_a_link_to_its_cause(open_page: Open, serve: Serve, width
     )
     page = open_page(serve(own), viewport={"width": width, "height": 800})
     expect(page.locator("#verdict")).to_have_text("9 issues")
-    page.locator("#attention").get_by_role("link", name="5 more" if width in NARROW else "1 more").click()
+    page.locator("#attention").get_by_role("link", name="5 more" if width in NARROW else "1 more").press("Enter")
     items = page.locator("#attention li")
     expect(items).to_have_count(10)
     assert all(items.nth(at).get_by_role("link").count() == 1 for at in range(10))
@@ -231,7 +231,7 @@ def test_more_issues_are_listed_on_request_and_those_left_out_lead_to_the_tasks(
     page = open_page(serve(Staged(tasks=tasks)))
     rest = page.locator("#rest")
     expect(rest).to_be_hidden()
-    page.locator("#notices").get_by_role("link", name="142 more").click()
+    page.locator("#notices").get_by_role("link", name="142 more").press("Enter")
     expect(rest.locator("li")).to_have_count(93)
     expect(led(page, "orders/99 is stuck")).to_contain_text("orders/99")
     expect(led(page, "50 more; the list of tasks")).to_have_text("Tasks")
