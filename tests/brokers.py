@@ -170,6 +170,8 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
     settings = {"enable.auto.commit": False, "isolation.level": isolation, "enable.partition.eof": True}
     # The end of a partition is told when a fetch has waited in vain.
     settings["fetch.wait.max.ms"] = 5
+    # A partition whose leader has just changed may refuse its first offset; the default would then go to its end.
+    settings["auto.offset.reset"] = "earliest"
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": unique("reader"), **settings})
     try:
         partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
