@@ -52,6 +52,8 @@ class Watch:
                 "isolation.level": "read_committed",
                 "enable.partition.eof": True,
                 "fetch.wait.max.ms": 50,
+                # As in `read_all`: a new leader may refuse offset 0 for a moment.
+                "auto.offset.reset": "earliest",
             }
         )
         try:
