@@ -7,6 +7,7 @@ aiokafka's fetcher, which takes a quarter of the event loop's time because it cr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter, defaultdict
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from dedup.kafka.wire import Wire
 
 _LEAST_GAP_S: Final = 0.01
-"""The minimum pause between two requests for metadata. Tasks that commit during the pause share the next request."""
+"""The minimum pause between two requests for metadata, and before an assignment's first fetch. Tasks that commit or
+begin during the pause share the next request.
+"""
 PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """A check fails after this many attempts without a response (about 20 s), and the worker then abandons the transaction.
@@ -279,6 +282,8 @@ class FeedFetcher:
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._begun: Final = asyncio.Event()
+        """Ends the wait of a `poll` call that had nothing to fetch when the reading of a partition begins."""
         self.life = 0
         """A number that every `forget` changes, so that responses to earlier requests are discarded."""
         self._lives = 0
@@ -294,6 +299,7 @@ class FeedFetcher:
         self.halt(source)
         self._lives += 1
         self._readings[source] = Reading(offset, leader_epoch, self._lives)
+        self._begun.set()
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
@@ -348,9 +354,12 @@ class FeedFetcher:
         return answers
 
     async def _poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
+        self._begun.clear()  # before the first await, because `wanted` may lack partitions that begin afterwards
         await self._launch(wanted)
         if not self._flights:
-            await asyncio.sleep(self._wait_ms / 1000)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._begun.wait(), self._wait_ms / 1000)
+                await asyncio.sleep(_LEAST_GAP_S)  # partitions of one assignment share the first request
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
         # Collect all responses before the refresh below, because the assignment may end during the refresh.

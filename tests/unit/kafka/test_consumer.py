@@ -57,6 +57,15 @@ async def test_an_assignment_that_ends_while_leaders_are_looked_up_is_not_fetche
     poll.cancel()
 
 
+async def test_a_poll_with_nothing_to_fetch_ends_when_a_partition_begins():
+    """Each assignment used to begin with a pause of up to 200 ms: the rest of a poll that had nothing to fetch."""
+    fetcher = FeedFetcher(Wire(), TopicCheck(Wire(), IDS), wait_ms=3_600_000)
+    poll = asyncio.create_task(fetcher.poll(()))
+    await asyncio.sleep(0)
+    fetcher.begin(OLD, 5)
+    assert await poll == []
+
+
 class TwoNodes(Wire):
     """A cluster of two nodes that give no answer; its metadata is looked up again for a while."""
 
