@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, assert_never, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -462,20 +462,19 @@ class Extractor:
         return value_digest(payload)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
-        present = [value for value in column if value is not None]
-        if len(present) < len(column):
+        if not all(column):  # a value is missing or empty
             return None
+        present: Sequence[bytes] = cast("Sequence[bytes]", column)
         if self._normalize is not None:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return kept_if(instant_ids(present)) if self._instants else bytes_keys(present)
 
 
-def _present(values: Sequence[bytes | None]) -> list[bytes]:
+def _present(values: Sequence[bytes | None]) -> Sequence[bytes]:
     """Return the values if none of them is null. Raises NotInColumns with the rows that have null values."""
-    there = [value for value in values if value is not None]
-    if len(there) < len(values):
+    if not all(values) and None in values:  # `all` is faster, but also finds empty values
         raise NotInColumns([row for row, value in enumerate(values) if value is None])
-    return there
+    return cast("Sequence[bytes]", values)
 
 
 def _content(read: Callable[[], bytes]) -> bytes | None:

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter, length_hint
 from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
@@ -310,6 +311,13 @@ _BATCH_START: Final = Struct(">qi")
 """The first two fields of a batch: the base offset, and the number of bytes that follow."""
 _BATCH_HEAD: Final = Struct(">8xiib")
 """The length, leader epoch, and format version of a batch, which follow its base offset."""
+_CRC: Final = Struct(">I")
+_CRC_AT: Final = 17
+"""The position in a batch of the CRC-32C of all bytes that follow it."""
+_QUICK_CRC: Final = google_crc32c.implementation == "c"
+"""True if google-crc32c computes a CRC in C, which takes a tenth of the time that aiokafka needs. On a machine without
+a wheel of google-crc32c, its Python code is much slower than aiokafka.
+"""
 NO_HEADERS: Final[list[Header]] = []
 """The headers of every record without headers; never changed."""
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
@@ -481,12 +489,17 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
         # The unused iterator refers to this object. This cycle would keep the response in memory until a garbage
         # collection.
         self._records_iterator = None
+        self._raw: Final = raw
 
     def batches(self) -> Iterator[Any]:
         """Yield the committed batches. `next_fetch_offset` also advances past control and aborted batches."""
+        end = 0
         while self._records.has_next():
-            batch = self._records.next_batch()
-            if not batch.validate_crc():
+            begin, batch = end, self._records.next_batch()
+            length, _, magic = _BATCH_HEAD.unpack_from(self._raw, begin)
+            end = begin + _BATCH_START.size + length
+            quick = magic == MAGIC and _QUICK_CRC
+            if not (_is_intact(self._raw, begin, end) if quick else batch.validate_crc()):
                 raise CorruptRecordException(f"the batch at offset {batch.base_offset} has a wrong checksum")
             if batch.producer_id is not None:
                 self._consume_aborted_up_to(batch.base_offset)
@@ -496,6 +509,12 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
             if not batch.is_control_batch and not aborted:
                 yield batch
             self.next_fetch_offset = batch.next_offset
+
+
+def _is_intact(raw: bytes, begin: int, end: int) -> bool:
+    """Return whether the batch between two positions has the right CRC-32C."""
+    (stated,) = _CRC.unpack_from(raw, begin + _CRC_AT)
+    return bool(google_crc32c.value(raw[begin + _CRC_AT + _CRC.size : end]) == stated)
 
 
 def columns_of(

@@ -100,11 +100,17 @@ class HashKey:
 
     def hashes(self, ids: Sequence[bytes]) -> Hashes:
         """Return the hash of each ID. The same secret results in the same hashes in every process."""
-        words = max(1, -(-max(map(len, ids), default=0) // _WORD_BYTES))
+        longest = max(map(len, ids), default=0)
+        words = max(1, -(-longest // _WORD_BYTES))
         if words > len(self._key):
             self._key = self._of_words(words)
-        padded = np.array(ids, dtype=f"S{words * _WORD_BYTES}").view(np.uint32).reshape(len(ids), words)
-        found: Hashes = padded.astype(np.uint64) @ self._key[:words]
+        row_bytes = words * _WORD_BYTES
+        gap = bytes(row_bytes - longest)
+        padded = gap.join(ids) + gap
+        if len(padded) != row_bytes * len(ids):  # the IDs have different lengths
+            padded = np.array(ids, dtype=f"S{row_bytes}").tobytes()
+        table = np.frombuffer(padded, np.uint32).reshape(len(ids), words)
+        found: Hashes = table.astype(np.uint64) @ self._key[:words]
         found *= _SPREAD
         found ^= found >> _HALF
         found *= _SPREAD

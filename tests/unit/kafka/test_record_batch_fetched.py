@@ -88,6 +88,23 @@ def test_a_damaged_batch_is_named_with_what_to_do():
         columns_of(FEED, bytes(raw), [], 0)
 
 
+@pytest.mark.parametrize("quick", [True, False], ids=["google-crc32c", "aiokafka"])
+@pytest.mark.parametrize("damaged", [0, 1], ids=["first", "second"])
+def test_damage_to_any_byte_that_the_checksum_covers_is_noticed(quick, damaged, monkeypatch):
+    monkeypatch.setattr(record_batch, "_QUICK_CRC", quick)
+    intact = [batch(ROWS[:1]), batch(ROWS, base_offset=1)]
+    assert columns_of(FEED, b"".join(intact), [], 0)[1] == 4
+    for at in range(17, len(intact[damaged])):
+        raw = [bytearray(each) for each in intact]
+        raw[damaged][at] ^= 1
+        with pytest.raises(DedupError, match=rf"^in/0: the batch at offset {damaged} has a wrong checksum"):
+            columns_of(FEED, b"".join(raw), [], 0)
+
+
+def test_google_crc32c_has_its_c_code_here():
+    assert record_batch._QUICK_CRC
+
+
 def test_another_batch_is_not_taken_for_it():
     with pytest.raises(CorruptRecordException, match="no batch begins at offset 7"):
         records_of(batch(ROWS), 7)
