@@ -7,6 +7,7 @@ session stored would not be found in another session.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import signature
 from typing import Any, Final, assert_never
@@ -54,7 +55,7 @@ from dedup.core.tracking_id import (
     format_path,
     member_paths,
 )
-from dedup.errors import Problem
+from dedup.errors import Problem, SettingsError
 from dedup.topology.model import Topology
 
 _JSON: Final = {"ignoreNullFields": "true", "timeZone": "UTC", "pretty": "false"}
@@ -80,8 +81,10 @@ def as_events(table: DataFrame) -> Column:
     Times are in UTC. Times that are more precise than milliseconds keep all digits, because truncation could make
     different events equal. NaN counts as null, because pandas writes NaN for a missing number. JSON cannot express a
     string that is not UTF-8 or an infinite number. The result then contains the string's bytes or the word Infinity,
-    and is not JSON, so the event becomes a dead letter.
+    and is not JSON, so the event becomes a dead letter. Raises SettingsError if Spark cannot tell the members of a
+    struct apart.
     """
+    _refuse_unclear_members(table)
     columns = [(F.col(quoted(field.name)), field) for field in table.schema.fields]
     json = F.to_json(_members(columns, raw=False), _JSON)
     raw = F.to_json(_members(columns, raw=True), _JSON)
@@ -92,6 +95,33 @@ def as_events(table: DataFrame) -> Column:
     # with U+FFFD, which can be found quickly in the JSON text.
     suspicious = F.contains(json, F.lit(_REPLACEMENT)) | F.contains(json, F.lit('Infinity"'))
     return F.when(suspicious & _any_is_odd(columns), raw_bytes).otherwise(json.cast(BinaryType()))
+
+
+def _refuse_unclear_members(table: DataFrame) -> None:
+    by_case = table.sparkSession.conf.get("spark.sql.caseSensitive") == "true"
+    remedy = "rename one of them" + ("" if by_case else ", or set `spark.sql.caseSensitive` if only their case differs")
+    problems = [
+        Problem(f"column {field.name}", f"has a struct with more than one member `{name}`; {remedy}")
+        for field in table.schema.fields
+        for name in sorted(_unclear_members(field.dataType, str if by_case else str.lower))
+    ]
+    if problems:
+        raise SettingsError(problems)
+
+
+def _unclear_members(kind: DataType, alike: Callable[[str], str]) -> Iterator[str]:
+    match kind:
+        case StructType():
+            yield from (name for name, times in Counter(map(alike, kind.names)).items() if times > 1)
+            for field in kind.fields:
+                yield from _unclear_members(field.dataType, alike)
+        case ArrayType():
+            yield from _unclear_members(kind.elementType, alike)
+        case MapType():
+            yield from _unclear_members(kind.keyType, alike)
+            yield from _unclear_members(kind.valueType, alike)
+        case _:
+            pass
 
 
 def _members(columns: Sequence[tuple[Column, StructField]], *, raw: bool) -> Column:
@@ -198,7 +228,7 @@ def not_for_python(schema: StructType) -> Iterator[Problem]:
     for field in schema.fields:
         try:
             to_arrow_schema(StructType([field]), **_ZONED)
-        except PySparkException:
+        except (PySparkException, ValueError):  # ValueError: an array without elements has no type for them
             text = (
                 f"is {field.dataType.simpleString()}, which Spark cannot pass to Python; cast it to string or drop it"
             )

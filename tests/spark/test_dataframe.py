@@ -236,6 +236,32 @@ def test_an_id_that_no_row_can_have_is_refused(orders: DataFrame, column: str, t
 
 
 @pytest.mark.parametrize(
+    ("value", "kind"),
+    [("array()", "array<void>"), ("map()", "map<void,void>"), ("named_struct('a', array())", "struct<a:array<void>>")],
+)
+def test_a_column_whose_values_have_no_type_is_refused(orders: DataFrame, value: str, kind: str):
+    """Was: a traceback of pyarrow."""
+    with pytest.raises(SettingsError, match=f"column empty: is {kind}, which Spark cannot pass to Python; cast it"):
+        unique(orders.withColumn("empty", F.expr(value)), parse(FILE, name="shop.yaml"))
+
+
+@pytest.mark.parametrize("value", ["{}", "array({})", "map('k', {})", "named_struct('inner', {})"])
+def test_members_of_a_struct_that_differ_only_in_case(orders: DataFrame, value: str):
+    """Was: a traceback of Spark."""
+    given = orders.withColumn("twice", F.expr(value.format("named_struct('a', 1, 'A', 2)")))
+    rules = parse(FILE, name="shop.yaml")
+    says = "column twice: has a struct with more than one member `a`; rename one of them, or set `spark.sql.caseSens"
+    with pytest.raises(SettingsError, match=says):
+        unique(given, rules)
+    conf = orders.sparkSession.conf
+    conf.set("spark.sql.caseSensitive", "true")
+    try:
+        assert unique(given, rules).count() == unique(orders, rules).count()
+    finally:
+        conf.unset("spark.sql.caseSensitive")
+
+
+@pytest.mark.parametrize(
     ("kind", "unit", "says"),
     [
         (
