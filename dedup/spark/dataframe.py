@@ -19,7 +19,7 @@ from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.columns import COORDINATES, absent_from, as_records
-from dedup.spark.row_events import as_events, lacking, not_for_python, quoted, unfit_columns
+from dedup.spark.row_events import as_events, is_case_sensitive, lacking, not_for_python, quoted, unfit_columns
 from dedup.topology.model import LateForward, Topology, extractor_of
 from dedup.topology.parse import parse
 from dedup.yaml_document import beside, text_of
@@ -139,7 +139,7 @@ def _unfit_names(df: DataFrame) -> Iterator[Problem]:
 
     Upper and lower case do not matter, unless the session makes Spark distinguish them.
     """
-    alike = str if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true" else str.lower
+    alike = str if is_case_sensitive(df.sparkSession) else str.lower
     counts = Counter(map(alike, df.columns))
     for name in sorted(set(df.columns)):
         if name.lower() in {_ROW, *_ADDED}:

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any, Final, assert_never
 
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
@@ -98,15 +98,23 @@ def as_events(table: DataFrame) -> Column:
 
 
 def _refuse_unclear_members(table: DataFrame) -> None:
-    by_case = table.sparkSession.conf.get("spark.sql.caseSensitive") == "true"
+    if not any(_unclear_members(table.schema, str.lower)):
+        return
+    by_case = is_case_sensitive(table.sparkSession)
     remedy = "rename one of them" + ("" if by_case else ", or set `spark.sql.caseSensitive` if only their case differs")
     problems = [
         Problem(f"column {field.name}", f"has a struct with more than one member `{name}`; {remedy}")
         for field in table.schema.fields
-        for name in sorted(_unclear_members(field.dataType, str if by_case else str.lower))
+        for name in sorted(set(_unclear_members(field.dataType, str if by_case else str.lower)))
     ]
     if problems:
         raise SettingsError(problems)
+
+
+def is_case_sensitive(session: SparkSession) -> bool:
+    """Return whether the session distinguishes upper and lower case in names."""
+    # Spark keeps the value as it was written, such as TRUE.
+    return str(session.conf.get("spark.sql.caseSensitive")).strip().lower() == "true"
 
 
 def _unclear_members(kind: DataType, alike: Callable[[str], str]) -> Iterator[str]:
@@ -228,7 +236,7 @@ def not_for_python(schema: StructType) -> Iterator[Problem]:
     for field in schema.fields:
         try:
             to_arrow_schema(StructType([field]), **_ZONED)
-        except (PySparkException, ValueError):  # ValueError: an array without elements has no type for them
+        except (PySparkException, ValueError):  # pyarrow's ValueError: the elements of `array()` have no type
             text = (
                 f"is {field.dataType.simpleString()}, which Spark cannot pass to Python; cast it to string or drop it"
             )

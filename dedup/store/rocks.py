@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Final, Self, cast
 
@@ -407,10 +407,9 @@ class RocksStore:
                 # Inserting keys into a skip list is up to ten times as fast in sorted order as in random order.
                 sightings = values if family.hashed else dict(sorted(values.items()))
                 ids = list(sightings)
-                # `put` is faster if it takes the family from the batch. `any` makes the calls in C: `put` returns None.
-                batch.set_default_column_family(family.handle)
-                any(map(put, map(prefix.__add__, ids) if prefix else ids, sightings.values()))
-                batch.set_default_column_family(None)
+                # `any` makes the calls in C, because `put` returns None. Each call names the family, because rocksdict
+                # before 0.3.28 ignores `set_default_column_family` in `put`.
+                any(map(put, map(prefix.__add__, ids) if prefix else ids, sightings.values(), repeat(family.handle)))
                 entry = replace(
                     held.entry,
                     width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),

@@ -254,7 +254,7 @@ def test_members_of_a_struct_that_differ_only_in_case(orders: DataFrame, value: 
     with pytest.raises(SettingsError, match=says):
         unique(given, rules)
     conf = orders.sparkSession.conf
-    conf.set("spark.sql.caseSensitive", "true")
+    conf.set("spark.sql.caseSensitive", "TRUE")
     try:
         assert unique(given, rules).count() == unique(orders, rules).count()
     finally:
