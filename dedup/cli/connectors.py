@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, SetOption, read_both, read_ingest, read_settings
+from dedup.cli.inputs import ConfigOption, SetOption, read_ingest, read_settings, read_topology
 from dedup.errors import Problem, SettingsError, TaskMigrated
 from dedup.quantities import counted
 
@@ -89,9 +89,11 @@ def sink(
     dedup sink topologies/topic-to-database.yaml --exit-when-done
     """
     from dedup.connect.sink_connector import run_sink
+    from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
     from dedup.worker.logs import set_up_logging
 
-    parsed, settings = read_both(topology, config, overrides)
+    settings = read_settings(config, overrides)
+    parsed = asking(read_topology(topology), settings, patience_s=TASK_PATIENCE_S, keeps_unknown=False)
     spec = resolved_sink(parsed, topology)
     set_up_logging(settings)
     numbers = None if partitions is None else _numbers(partitions)

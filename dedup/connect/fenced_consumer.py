@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -20,6 +21,8 @@ from dedup.worker.offsets import bounds_of
 
 FROM_START: Final = -1
 WAIT_MS: Final = 200
+_CHECK_EVERY_S: Final = 10.0
+"""While no record arrives, the time between checks of whether the topic has changed."""
 T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ class TopicReader:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, after_loss: str, gather_ms: int = 0) -> None:
         """Error messages about records that retention or a truncation has removed end with ``after_loss``."""
         self._wire: Final = wire
+        self._check: Final = check
+        self._checked_s = time.monotonic()
         self._fetcher: Final = FeedFetcher(
             wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms, after_truncation=after_loss, after_deletion=after_loss
         )
@@ -52,11 +57,19 @@ class TopicReader:
     async def poll(self) -> list[Answer]:
         """Return the next fetch responses that contain records, or an empty list if no records arrive in time.
 
-        Raises StateIncompatible if the topic was deleted, was recreated, or no longer contains the next offset.
+        Raises StateIncompatible if the topic was deleted or recreated, if it no longer contains the next offset, or if
+        it got more partitions while no record arrived.
         """
         answers = await self._fetcher.poll(self._next)
         self._next.update((answer.source, answer.next_offset) for answer in answers)
-        return [answer for answer in answers if answer.columns.offsets]
+        found = [answer for answer in answers if answer.columns.offsets]
+        if found:
+            self._checked_s = time.monotonic()  # the transaction with these records checks the topic
+        elif time.monotonic() - self._checked_s >= _CHECK_EVERY_S:
+            # All new records may be in partitions that were added to the topic.
+            await self._check.look()
+            self._checked_s = time.monotonic()
+        return found
 
     def close(self) -> None:
         """Stop reading."""

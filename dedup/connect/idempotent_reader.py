@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Self, cast
 
-from dedup.connect.database import STAGED, DatabaseConnection, FencedOffsets, Row, Table, make, make_staging
+from dedup.connect.database import OFFSETS, STAGED, DatabaseConnection, FencedOffsets, Row, Table, make, make_staging
 from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
 from dedup.kafka.record_batch import Columns, Header
-from dedup.kafka.schema_registry import asking
+from dedup.kafka.schema_registry import TASK_PATIENCE_S, asking
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
@@ -73,7 +73,7 @@ class IdempotentReader:
         self._name: Final = name
         self._topic: Final = topic
         self._url: Final = url
-        self._extract: Final = extractor_of(asking(topology, settings))
+        self._extract: Final = extractor_of(asking(topology, settings, patience_s=TASK_PATIENCE_S, keeps_unknown=False))
         self._wire: Final = KafkaWire(Cluster.of(settings, client_id=f"dedup-reader-{name}"))
         self._opened = AsyncExitStack()
         self._consumer: FencedConsumer | None = None
@@ -187,7 +187,25 @@ def _seen(connection: DatabaseConnection) -> Table:
     return Table(SEEN, (("tracking_id", connection.types["bytes"]),), ("tracking_id",), append=False)
 
 
-def _prepare(connection: DatabaseConnection, _: FencedOffsets) -> None:
+def _prepare(connection: DatabaseConnection, offsets: FencedOffsets) -> None:
+    _refuse_second_topic(connection, offsets)
     columns = f"reader VARCHAR(250) NOT NULL, tracking_id {connection.types['bytes']} NOT NULL"
     make(connection, SEEN, f"CREATE TABLE IF NOT EXISTS {SEEN} ({columns}, PRIMARY KEY (reader, tracking_id))")
     make_staging(connection, _seen(connection))
+
+
+def _refuse_second_topic(connection: DatabaseConnection, offsets: FencedOffsets) -> None:
+    """Raise StateIncompatible if a reader of this name reads another topic, because both would share the seen IDs."""
+    mark, topic = connection.mark, offsets.topic
+    read = connection.query(
+        f"SELECT topic FROM {OFFSETS} WHERE reader = {mark} AND topic <> {mark} ORDER BY topic",  # noqa: S608  # our own
+        (offsets.reader, topic),
+    )
+    if read:
+        other = read[0][0]
+        raise StateIncompatible(
+            f"a reader named {offsets.reader!r} reads topic {other!r}. Readers of one name share the tracking IDs in "
+            f"{SEEN}, so an event of {topic!r} would be skipped if {other!r} had an event with the same ID. Nothing "
+            f"was changed. Give each topic its own reader name. If {topic!r} replaces {other!r} and such events must "
+            f"be skipped, delete the rows of reader {offsets.reader!r} and topic {other!r} from {OFFSETS}."
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Final, Literal, Self, cast
@@ -136,22 +137,28 @@ def in_pinned(refused: SchemaRefused) -> SchemaRefused:
 class SchemaBook(dict[SchemaRef, SchemaText | None]):
     """Caches a registry's schemas by ID, with None for each ID that the registry does not know.
 
-    Looking up an ID that is not cached calls ``ask``, or raises InvariantBroken if ``ask`` is None.
+    Looking up an ID that is not cached calls ``ask``, or raises InvariantBroken if ``ask`` is None. With
+    ``keeps_unknown=False``, the answer None is not cached, because a registry may know the ID later.
     """
 
-    def __init__(self, ask: Callable[[SchemaRef], SchemaText | None] | None = None) -> None:
+    def __init__(
+        self, ask: Callable[[SchemaRef], SchemaText | None] | None = None, *, keeps_unknown: bool = True
+    ) -> None:
         super().__init__()
         self._ask: Final = ask
+        self._keeps_unknown: Final = keeps_unknown
 
-    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[object, ...]]:
         # The cache is not pickled, because the registry may know more schemas by the time that a process loads the
         # pickle.
-        return type(self), (self._ask,)
+        return partial(type(self), keeps_unknown=self._keeps_unknown), (self._ask,)
 
     def __missing__(self, ref: SchemaRef) -> SchemaText | None:
         if self._ask is None:
             raise InvariantBroken(f"schema {named(ref)} was not asked for before a record was judged; report this.")
-        found = self[ref] = self._ask(ref)
+        found = self._ask(ref)
+        if found is not None or self._keeps_unknown:
+            self[ref] = found
         return found
 
 

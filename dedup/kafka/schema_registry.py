@@ -134,7 +134,7 @@ class SchemaRegistry:
         """The versions that the registry did not have. Each is logged only once."""
         self._unknown_since_s: Final[dict[SchemaRef, float]] = {}
         self._waited_s = 0.0
-        """The total time for which this process has waited until the registry knows unknown schemas."""
+        """The time for which this process has waited for unknown schemas since it last found a schema."""
 
     def __reduce__(self) -> tuple[Callable[..., SchemaRegistry], tuple[object, ...]]:
         exported = tuple(self._exported.items())
@@ -174,7 +174,8 @@ class SchemaRegistry:
         The result is also None if the registry lacks a schema to which the schema refers.
 
         Text in an unexpected schema language fails to parse later. If the registry does not know the ID, the client
-        asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs. Raises RegistryUnavailable if
+        asks again, but waits at most ``unknown_s`` seconds in total for all unknown IDs since it last found a schema.
+        Raises RegistryUnavailable if
         the registry gives no usable answer for ``patience_s`` seconds.
         """
         if ref in self._found:
@@ -200,6 +201,7 @@ class SchemaRegistry:
             self._note_unknown(ref)
         else:
             self._found[ref] = found
+            self._waited_s = 0.0
         return found
 
     def unknown_since_s(self, ref: SchemaRef) -> float:
@@ -547,19 +549,21 @@ def _meaning(code: int) -> str:
     return ""
 
 
-def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0) -> Topology:
+def asking(topology: Topology, settings: Settings, *, patience_s: float = 0.0, keeps_unknown: bool = True) -> Topology:
     """Return the topology with a `SchemaBook` that asks the configured schema registry for each schema on first use.
 
     If the registry gives no usable answer, the `SchemaBook` repeats the request for ``patience_s`` seconds. If
     ``patience_s`` is not 0, the `SchemaBook` also repeats requests for unknown schemas, for as long as the setting
-    `schema_wait` allows. A topology that needs no registry is returned unchanged. Raises SettingsError if a registry is
-    needed but the settings name neither a registry nor a directory of exported schemas.
+    `schema_wait` allows. With ``keeps_unknown=False``, which suits processes that run for long, an unknown schema is
+    requested again whenever a batch needs the schema. A topology that needs no registry is returned unchanged. Raises
+    SettingsError if a registry is needed but the settings name neither a registry nor a directory of exported schemas.
     """
     if not topology.source.needs_registry:
         return topology
     registry = SchemaRegistry.of(settings.schema_registry)
     unknown_s = settings.schema_registry.schema_wait_ms / 1000 if patience_s else 0.0
-    return topology.knowing(SchemaBook(partial(registry.schema, patience_s=patience_s, unknown_s=unknown_s)))
+    ask = partial(registry.schema, patience_s=patience_s, unknown_s=unknown_s)
+    return topology.knowing(SchemaBook(ask, keeps_unknown=keeps_unknown))
 
 
 def registry_findings(topology: Topology, settings: Settings) -> list[Finding]:

@@ -488,6 +488,40 @@ async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):
         assert await last.run(count, until_end=True) == 1
 
 
+async def test_a_reader_of_a_second_topic_needs_a_name_of_its_own(stage, admin):
+    """Was: an event was skipped without a word if the other topic had an event with its ID."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    admin.create_topic(f"{stage.topic}-refunds", 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(1)])
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 1
+
+    def refunds(name):
+        url = f"sqlite:///{stage.directory}/app.db"
+        rules = sinking(stage, "sqlite:///unused")
+        return dedup.IdempotentReader(
+            name, topic=f"{stage.topic}-refunds", topology=rules, url=url, settings=stage.settings
+        )
+
+    with pytest.raises(StateIncompatible, match=rf"'billing' reads topic '{stage.topic}'.*its own reader name"):
+        await refunds("billing").__aenter__()
+    async with refunds("refunds") as reader:
+        assert await reader.run(count, until_end=True) == 0
+
+
+async def test_a_reader_without_new_records_notices_added_partitions(stage, admin, monkeypatch):
+    """Was: while all new records went to the added partition, nobody read them, and nothing was said."""
+    monkeypatch.setattr(fenced_consumer, "_CHECK_EVERY_S", 0.0)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 0
+        admin.add_partitions(stage.topic, 2)
+        with pytest.raises(StateIncompatible, match="A restart reads the new partitions, too"):
+            await reader.run(count)
+
+
 async def test_a_record_without_an_id_stops_the_reader(stage, admin):
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     create_totals(stage)

@@ -14,7 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
+from dedup.connect.sink_connector import Sunk
 from dedup.core.framing import MOST_SCHEMA_CHARS, LinkedSchema
 from dedup.errors import Problem, RegistryUnavailable, SettingsError
 from dedup.kafka import schema_registry
@@ -218,6 +221,44 @@ def test_executors_ask_with_the_credentials_and_share_what_they_found(registry):
     assert [books[1][SEVEN], pickle.loads(pickled).source.schemas[SEVEN]] == [TEXT, TEXT]
     assert [sent for _, sent in registry.asked] == [f"Basic {base64.b64encode(b'u:p').decode()}"] * 2
     assert books[0][SEVEN] is None, "a task judges by what it found first"
+
+
+def test_a_sink_asks_again_for_a_schema_that_was_unknown(registry, tmp_path, monkeypatch):
+    """Was: one early answer "unknown" made dead letters of all later records of the schema, until a restart."""
+    found = []
+
+    async def run_sink(topology, _spec, _settings, **_):
+        book = pickle.loads(pickle.dumps(topology)).source.schemas
+        found.append(book[SEVEN])
+        registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+        found.append(book[SEVEN])
+        return Sunk()
+
+    monkeypatch.setattr("dedup.connect.sink_connector.run_sink", run_sink)
+    monkeypatch.setenv("DEDUP_BROKERS", "localhost:1")
+    topology = tmp_path / "sink.yaml"
+    topology.write_text(
+        "dedup: 1\nname: t\nsource: {topics: [c], format: avro, partitioned_by: tracking_id}\n"
+        f"tracking_id: {{field: id}}\nguard_period: 1h\noutput: {{topic: o}}\nsink: {{url: 'sqlite:///{tmp_path}/t.db', table: t}}\n"
+    )
+    settings = ["--set", f"schema_registry.url={registry.url}", "--set", "schema_registry.schema_wait=0s"]
+    ended = CliRunner().invoke(create_app(), ["sink", str(topology), *settings])
+    assert ended.exit_code == 0, ended.output
+    assert found == [None, TEXT]
+
+
+def test_waiting_for_unknown_schemas_begins_anew_when_a_schema_is_found(registry, monkeypatch):
+    slept = []
+    sleep_by(slept.append, monkeypatch)
+    monkeypatch.setattr(schema_registry, "_PAUSE_S", 1.0)
+    asked = client(registry)
+    assert asked.schema(SEVEN, unknown_s=1) is None
+    assert asked.schema(SEVEN, unknown_s=1) is None
+    assert slept == [1]
+    registry.answers["/api/schemas/ids/7"] = answer(schema=TEXT)
+    assert asked.schema(SEVEN, unknown_s=1) == TEXT
+    assert asked.schema(GUID, unknown_s=1) is None
+    assert slept == [1, 1]
 
 
 def test_nobody_is_there():
