@@ -107,7 +107,6 @@ class IdempotentWriter:
         self._wire: Final = KafkaWire(Connection.of(settings, client_id=f"dedup-writer-{name}"))
         self._opened = AsyncExitStack()
         self._outbox: TransactionalOutbox | None = None
-        self._partition_counts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
         """Fence other processes that use the same writer name, and abort their open transactions.
@@ -127,7 +126,6 @@ class IdempotentWriter:
             missing = [topic for topic in self._topics if topic not in have]
             if missing:
                 raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
-            self._partition_counts = {name: topic.partitions for name, topic in have.items()}
             outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings, have | found)
             await outbox.open()
             stack.push_async_callback(outbox.close)
@@ -150,7 +148,7 @@ class IdempotentWriter:
         """
         outbox = self._started()
         outbox.refuse_if_over()
-        made = Transaction(self._partition_counts)
+        made = Transaction({topic: outbox.partitions[topic] for topic in self._topics})
         yield made
         if made.lines or made.positions:
             await outbox.commit(made.lines, made.positions)

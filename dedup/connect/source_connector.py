@@ -148,7 +148,7 @@ async def run_ingest(
         source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
         stack.callback(source.close)
         interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
-        run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
+        run = _Run(outbox, source, _RecordMaker(ingest, topics, outbox.partitions, most_bytes), interval_ms, stop)
         return await run.until_over(exit_when_done=exit_when_done)
 
 
@@ -439,15 +439,15 @@ class TransactionBoundary:
 class _RecordMaker:
     """Turns the lines or rows of a source into Kafka records or dead letters, and assigns them to partitions."""
 
-    def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
+    def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], counts: Mapping[str, int], most_bytes: int) -> None:
+        """``counts`` maps the topics to their current partition counts."""
         self.topic: Final = ingest.topic
         self.timed_by_clock: Final = {ingest.dead_letter, ingest.topic}
         """The topics whose records get the time of this machine's clock."""
         if isinstance(ingest.event_time, FieldTime):
             self.timed_by_clock.discard(ingest.topic)
         self._ingest: Final = ingest
-        self._count: Final = topics[ingest.topic].partitions
-        self._dead_count: Final = topics[ingest.dead_letter].partitions
+        self._counts: Final = counts
         self._most_bytes: Final = most_bytes
         self._most_dead_bytes: Final = topics[ingest.dead_letter].max_record_bytes
         rule = ingest.tracking_id or RawContentRule()
@@ -471,14 +471,15 @@ class _RecordMaker:
                 bad[row] = DeadRecord(found.places[row], "refused", why, found.values[row])
         keys = self._keys(found.values, bad)
         bad = self._too_large(found, keys) | bad
+        into = self._counts[self.topic]
         if self._ingest.tracking_id is None:
             # Each part of the source is sent to one partition, which keeps the order of a file or table.
-            numbers = partitions([found.part.encode()], self._count) * count
+            numbers = partitions([found.part.encode()], into) * count
             headers: list[list[Header]] = [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
         else:
-            numbers = partitions([key or b"" for key in keys], self._count) if keys else []
+            numbers = partitions([key or b"" for key in keys], into) if keys else []
             headers = [[]] * count
-        parts: list[list[Line]] = [[] for _ in range(self._count)]
+        parts: list[list[Line]] = [[] for _ in range(into)]
         rows = zip(range(first_row, first_row + count), extracted.times_ms, keys, found.values, headers, strict=True)
         for number, line in zip(numbers, rows, strict=True):
             parts[number].append(line)
@@ -492,7 +493,7 @@ class _RecordMaker:
             place = f"{found.path}, byte {each.place}," if found.path else f"{found.prefix}{each.place}"
             self._log.note(place, each.code, each.detail)
         if dead:
-            number = partitions([found.part.encode()], self._dead_count)[0]
+            number = partitions([found.part.encode()], self._counts[self._ingest.dead_letter])[0]
             letters = [self._dead_letter(each, found.prefix, now_ms) for each in dead]
             lines[TopicPartition(self._ingest.dead_letter, number)] = letters
         return lines

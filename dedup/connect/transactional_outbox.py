@@ -145,6 +145,11 @@ class TransactionalOutbox:
         self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms)
 
+    @property
+    def partitions(self) -> Mapping[str, int]:
+        """The current partition count of each topic. Each commit asks for the counts, because topics may grow."""
+        return self._check.partitions
+
     async def open(self) -> None:
         """Fence earlier owners, abort their transactions, and read the positions.
 

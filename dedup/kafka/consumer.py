@@ -92,6 +92,8 @@ class TopicCheck:
         """
         self._wire: Final = wire
         self._expected: Final = dict(expected)
+        self.partitions: Final = {name: topic.partitions for name, topic in expected.items()}
+        """The partition count of each topic, updated by every response if the topic may gain partitions."""
         self._may_grow: Final = frozenset(may_grow)
         self._after_growth: Final = after_growth
         self._remedy: Final = remedy
@@ -192,7 +194,9 @@ class TopicCheck:
                     f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} at the start. "
                     f"Nothing read since the change was committed. {self._after_growth}"
                 )
-            case TopicNow():
+            case TopicNow(_, partitions):
+                # A broker that lags behind may still answer with an earlier count.
+                self.partitions[name] = max(partitions, self.partitions[name])
                 return True
             case code if code == UNAUTHORIZED:
                 raise BrokerUnavailable(

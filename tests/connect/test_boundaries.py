@@ -80,7 +80,7 @@ def test_equal_ids_have_equal_keys(rule):
     """Was: -0.0 and 0.0, which are one ID, could go to two partitions."""
     text = f"ingest: 1\nname: x\nsource: {{files: {{directory: /}}}}\noutput: {{topic: y}}\ntracking_id: {{{rule}}}\n"
     topics = {name: Topic(name, "id", 1) for name in ("y", "x.dead-letter")}
-    maker = marked._RecordMaker(parse_ingest(text, name="x"), topics, 2_000_000)
+    maker = marked._RecordMaker(parse_ingest(text, name="x"), topics, dict.fromkeys(topics, 1), 2_000_000)
     for equal in (["0.0", "-0.0", "0e5", "-0E-400"], ["1.5", "15e-1"], ["0", "-0"]):
         values = [b'{"n":%s,"n2":1}' % each.encode() for each in equal]
         found = maker.lines(SourceRecords("p", "x/p/", values, range(len(values)), b"", lambda _: b""), 0)
@@ -101,7 +101,7 @@ def test_a_transaction_of_large_records_ends_before_a_long_interval():
     polls = endless(1_000_000)
     ingest = parse_ingest("ingest: 1\nname: x\nsource: {files: {directory: /}}\noutput: {topic: y}\n", name="x")
     topics = {name: Topic(name, "id", 1) for name in ("y", "x.dead-letter")}
-    maker = marked._RecordMaker(ingest, topics, 2_000_000)
+    maker = marked._RecordMaker(ingest, topics, dict.fromkeys(topics, 1), 2_000_000)
     run = marked._Run(None, SimpleNamespace(poll=lambda: next(polls)), maker, 60_000, asyncio.Event())
     assert 64 <= run._collect().records <= 80
 

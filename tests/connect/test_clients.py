@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sqlite3
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from dedup.connect.idempotent_writer import Transaction
 from dedup.connect.open_database import SqliteConnection, connect
 from dedup.connect.postgres import PostgresConnection
 from dedup.connect.source_connector import ended_by_refusal
+from dedup.core.partitioner import partitions
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import (
     BrokerUnavailable,
@@ -79,6 +81,31 @@ async def test_records_and_positions_are_visible_together_or_not_at_all(stage, a
     assert found[b"2"].timestamp()[1] == 5
     async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
         assert writer.kept("orders.db") == "2"
+
+
+async def test_a_writer_places_records_by_the_partitions_that_the_topic_has_now(stage, admin):
+    """Was: by the count at its start, so two instances of a service could send one ID to two partitions."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    ids = [f"order-{number}" for number in range(40)]
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+
+        async def send_all():
+            async with writer.transaction() as transaction:
+                for each in ids:
+                    transaction.send(stage.topic, b"1", tracking_id=each)
+
+        await send_all()
+        admin.add_partitions(stage.topic, 4)
+        await send_all()  # this commit hears of the new partitions
+        await send_all()
+    async with dedup.IdempotentWriter(f"{stage.name}-2", topics=[stage.topic], settings=stage.settings) as writer:
+        await send_all()
+    places = defaultdict(Counter)
+    for message in stage.read():
+        places[dict(message.headers())["dedup-id"]][message.partition()] += 1
+    expected = dict(zip(ids, partitions([each.encode() for each in ids], 4), strict=True))
+    for each, count_of in places.items():
+        assert count_of[expected[each.decode()]] >= 2, "of the third and the fourth time"
 
 
 @pytest.mark.parametrize("committed", [False, True])
