@@ -49,6 +49,10 @@ class TopicReader:
         self._ends[source] = bounds.end
         self._fetcher.begin(source, self._next[source])
 
+    def next_offset(self, source: TopicPartition) -> int:
+        """Return the offset after the last record that `poll` returned, or at which `begin` began."""
+        return self._next[source]
+
     @property
     def at_end(self) -> bool:
         """True if `poll` has returned all records that the partitions contained when `begin` was called."""
@@ -128,13 +132,22 @@ class FencedConsumer:
     async def open(self, partitions: Collection[int]) -> None:
         """Fence earlier owners of the partitions, and begin reading at the offsets stored in the database.
 
-        Raises DatabaseUnavailable if the database does not respond, BrokerUnavailable if a partition has no leader, and
+        A partition without a stored offset is read from its start, and this offset is stored. Raises
+        DatabaseUnavailable if the database does not respond, BrokerUnavailable if a partition has no leader, and
         StateIncompatible if the topic was recreated.
         """
         await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
         with patience(START_WITHIN_S):
             for partition, position in self.offsets.positions.items():
                 await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
+        # Without a stored offset, the next start would begin behind the records that retention deletes until then.
+        starts = {
+            partition: self.records.next_offset(TopicPartition(self.offsets.topic, partition))
+            for partition, position in self.offsets.positions.items()
+            if position < 0
+        }
+        if starts:
+            await self.once(lambda _: None, starts)
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run ``work`` exactly once, in a database transaction that also updates the offsets, and return its result.

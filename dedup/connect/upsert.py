@@ -356,7 +356,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: Fence
     mark = connection.mark
     read = connection.query(
         f"SELECT part, position FROM {OFFSETS} "  # noqa: S608  # our own names
-        f"WHERE reader = {mark} AND topic = {mark} AND position >= 0 ORDER BY part",
+        f"WHERE reader = {mark} AND topic = {mark} AND position > 0 ORDER BY part",
         (offsets.reader, offsets.topic),
     )
     if read:

@@ -84,6 +84,17 @@ async def test_a_sink_goes_on_without_the_records_that_retention_has_deleted(sta
     assert _count(path) == 25
 
 
+async def test_records_that_retention_deletes_before_the_first_was_read_are_missed(stage, admin):
+    """Was: a sink that had not read anything yet began at the oldest record that was left, without a word."""
+    admin.create_topic(stage.topic, 1, KEPT)
+    topology = stage.topology(f"sqlite:///{stage.directory / 'rows.db'}", COLUMNS)
+    await stage.sink(topology)
+    stage.send(events(0, 10))
+    admin.delete_below(stage.topic, {0: 5})
+    with pytest.raises(StateIncompatible, match=f"{stage.topic}/0 no longer holds offset 0"):
+        await stage.sink(topology)
+
+
 def _count(path: Path) -> int:
     tables = sqlite_rows(path, "SELECT name FROM sqlite_master WHERE name = 'rows'")
     return len(sqlite_rows(path)) if tables else 0
