@@ -142,6 +142,10 @@ class DatabaseConnection(ABC):
     def has(self, table: str) -> bool:
         """Return whether the table exists."""
 
+    @abstractmethod
+    def required(self, table: str) -> list[str]:
+        """Return the columns that each new row must have, because they may not be null and have no default."""
+
     def is_staged_as(self, table: Table) -> bool:  # noqa: ARG002  # only PostgreSQL's columns have strict types
         """Return whether the columns of the staging table still have the types of the table's columns."""
         return True

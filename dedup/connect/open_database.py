@@ -115,6 +115,15 @@ class SqliteConnection(DatabaseConnection):
         """Return whether the table exists."""
         return bool(self.query("SELECT 1 FROM pragma_table_info(?) LIMIT 1", (table.rpartition(".")[2],)))
 
+    def required(self, table: str) -> list[str]:
+        """Return the columns that each new row must have, because they may not be null and have no default."""
+        # SQLite itself numbers an INTEGER primary key.
+        read = (
+            """SELECT name FROM pragma_table_info(?) WHERE "notnull" AND dflt_value IS NULL """
+            "AND NOT (pk AND upper(type) = 'INTEGER')"
+        )
+        return [name for (name,) in self.query(read, (table.rpartition(".")[2],))]
+
     def columns(self, sql: str) -> list[str]:
         """Return the column names of a query without reading its rows."""
         # SQLite renames the second of two columns with the same name to "name:1".

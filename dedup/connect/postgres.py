@@ -114,6 +114,22 @@ class PostgresConnection(DatabaseConnection):
         """Return whether the table exists."""
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
 
+    def required(self, table: str) -> list[str]:
+        """Return the columns that each new row must have, because they may not be null and have no default.
+
+        The result is empty for a table with triggers, because a trigger may fill any column.
+        """
+        return [
+            name
+            for (name,) in self.query(
+                "SELECT attname FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid WHERE attrelid = %s::regclass "
+                "AND attnum > 0 AND NOT attisdropped AND attnotnull AND NOT atthasdef AND attidentity = '' "
+                "AND typdefault IS NULL AND NOT EXISTS (SELECT 1 FROM pg_trigger WHERE tgrelid = attrelid "
+                "AND NOT tgisinternal) ORDER BY attnum",
+                (table,),
+            )
+        ]
+
     def is_staged_as(self, table: Table) -> bool:
         """Return whether the columns of the staging table still have the types of the table's columns."""
         return not self.query(

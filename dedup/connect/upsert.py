@@ -386,6 +386,19 @@ def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
     make_staging(connection, table)
     # The staging table is empty, so this statement changes nothing, but it fails if a column or the key is missing.
     connection.execute(_upsert_statement(table))
+    _refuse_unfilled_columns(connection, table)
+
+
+def _refuse_unfilled_columns(connection: DatabaseConnection, table: Table) -> None:
+    """Raise StateIncompatible if the database would refuse every row, because the sink does not fill a column."""
+    filled = {name for name, _ in table.columns}
+    unfilled = [name for name in connection.required(table.name) if name not in filled]
+    if unfilled:
+        raise StateIncompatible(
+            f"the table {table.name} has the column {unfilled[0]!r}, which may not be null and has no default, and "
+            f"which the sink does not fill, so the database would refuse every row. Nothing more was written. Give the "
+            f"column a default, let it be null, or add it to `sink.columns`."
+        )
 
 
 def _upsert_statement(table: Table) -> str:
@@ -448,6 +461,7 @@ def _write(
             elif middle:
                 parts += [part[middle:], part[:middle]]
             else:
+                _refuse_unfilled_columns(connection, table)  # the table may have been altered while the sink runs
                 refused[part[0]] = why
         connection.execute("RELEASE SAVEPOINT dedup_rows")
     return refused

@@ -21,7 +21,7 @@ from dedup.connect.database import DatabaseAway, LockHeld, RowsRefused, Table, m
 from dedup.connect.open_database import RetryingDatabase, connect
 from dedup.connect.postgres import PostgresConnection, _denial
 from dedup.connect.sink_connector import spec_of
-from dedup.connect.upsert import write_rows
+from dedup.connect.upsert import make_tables, plan_tables, table_of, write_rows
 from dedup.errors import DatabaseUnavailable, StateIncompatible, TaskMigrated
 from dedup.topology.parse import parse
 from tests.connect.stage import made, postgres_rows, sqlite_rows
@@ -86,6 +86,37 @@ async def test_a_topic_read_again_or_twice_changes_nothing(stage, admin, databas
         again = await stage.sink(topology)
         assert (again.inserted, again.updated, again.unchanged) == (0, 0, 500)
         assert rows() == before
+
+
+async def test_a_column_that_the_sink_does_not_fill_stops_it(stage, admin, database):
+    """Was: each record became a dead letter (`null_refused`)."""
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    topology = sinking(stage, url)
+    spec = spec_of(topology, "sink.yaml")
+    connection = connect(url)
+    try:
+        usual = plan_tables(connection, spec)["rows"]
+        unfilled = usual.replace(
+            ", PRIMARY KEY", ", filled INTEGER NOT NULL DEFAULT 1, region TEXT NOT NULL, PRIMARY KEY"
+        )
+        statement(url, unfilled)
+        stage.send([event(1)])
+        says = "the table rows has the column 'region', which may not be null and has no default"
+        with pytest.raises(StateIncompatible, match=says):
+            await stage.sink(topology)
+        # The table may be altered while the sink runs.
+        statement(url, "DROP TABLE rows")
+        make_tables(connection, spec)
+        statement(url, "DROP TABLE rows")
+        statement(url, unfilled)
+        table = table_of(spec, connection.types)
+        with pytest.raises(StateIncompatible, match=says), transaction(connection):
+            write_rows(connection, table, [(b"a", 1, "e1", 1, 0.5, "[]")])
+    finally:
+        connection.close()
+    assert rows() == []
+    assert stage.letters(f"{stage.name}.sink.dead-letter") == []
 
 
 async def test_an_id_used_again_makes_another_row_where_that_is_asked_for(stage, admin, database):
