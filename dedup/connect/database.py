@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.errors import DatabaseUnavailable, StateIncompatible, TaskMigrated
 from dedup.kafka.wire import TopicPartition
 
 OFFSETS: Final = "dedup_offsets"
@@ -231,27 +231,40 @@ class FencedOffsets:
                 self._epochs[partition], self.positions[partition] = epoch, position
 
     def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
-        """Store new positions in the open transaction. Raises TaskMigrated if another process owns a partition."""
+        """Store new positions in the open transaction.
+
+        Raises TaskMigrated if another process owns a partition, and DatabaseUnavailable if the database has lost this
+        process's last commit.
+        """
         for partition, end in sorted(ends.items()):
             own = (self.reader, self.topic, partition, self._epochs[partition], self.positions[partition])
             if connection.execute(_ADVANCE.format(connection.mark), (end, *own)) != 1:
-                raise self._overtaken(partition)
+                read = _READ.format(connection.mark, "")
+                raise self._not_ours(partition, connection.query(read, (self.reader, self.topic, partition)))
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a commit without a response took effect. Raises TaskMigrated if this process is fenced."""
+        """Return whether a commit without a response took effect. Raises the same errors as `advance`."""
         for partition, end in ends.items():
             read = _READ.format(connection.mark, connection.for_update)
             rows = connection.query(read, (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:
                 return False
             if rows != [(self._epochs[partition], end)]:
-                raise self._overtaken(partition)
+                raise self._not_ours(partition, rows)
         return True
 
-    def _overtaken(self, partition: int) -> TaskMigrated:
-        return TaskMigrated(
-            f"{self.reader}: another process has taken over {TopicPartition(self.topic, partition)}; this one stops, "
-            f"and its transaction was rolled back. Run one process per partition of a sink."
+    def _not_ours(self, partition: int, rows: Sequence[Row]) -> TaskMigrated | DatabaseUnavailable:
+        place = TopicPartition(self.topic, partition)
+        if rows and rows[0][0] > self._epochs[partition]:
+            return TaskMigrated(
+                f"{self.reader}: another process has taken over {place}; this one stops, and its transaction was "
+                f"rolled back. Run one process per partition of a sink."
+            )
+        found = f"has position {rows[0][1]} for {place}" if rows else f"has no row for {place}"
+        return DatabaseUnavailable(
+            f"{self.reader}: {OFFSETS} {found}, but this process had committed {self.positions[partition]}: the "
+            f"database has lost commits, as after a failover to a replica that lagged behind, or somebody changed the "
+            f"table. This transaction was rolled back. A restart continues at the position in the table."
         )
 
 

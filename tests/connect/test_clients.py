@@ -37,6 +37,7 @@ from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import (
     BrokerUnavailable,
     CommitUnknown,
+    DatabaseUnavailable,
     InvariantBroken,
     RecordRefused,
     SettingsError,
@@ -605,6 +606,26 @@ def test_a_commit_without_a_response_that_is_still_under_way_is_waited_for(postg
             assert not asked.done()
             lost.commit()
             assert asked.result(timeout=30) is True
+
+
+@pytest.mark.parametrize("change", ["UPDATE {} SET position = 3", "UPDATE {} SET epoch = 0", "DELETE FROM {}"])
+def test_a_database_that_lost_commits_is_not_another_process(tmp_path, change):
+    """Was: a failover to a replica that lagged behind was told as another process that had taken over."""
+    offsets = FencedOffsets("billing", "orders", "id")
+    with contextlib.closing(connect(f"sqlite:///{tmp_path}/x.db")) as connection:
+        make(connection, OFFSETS, OFFSETS_STATEMENT)
+        offsets.take(connection, [0])
+        with transaction(connection):
+            offsets.advance(connection, {0: 7})
+        offsets.positions[0] = 7
+        connection.execute(change.format(OFFSETS))
+        with pytest.raises(DatabaseUnavailable, match="had committed 7: the database has lost commits"):
+            offsets.advance(connection, {0: 9})
+        connection.execute(f"DELETE FROM {OFFSETS}")
+        FencedOffsets("billing", "orders", "id").take(connection, [0])
+        connection.execute(f"UPDATE {OFFSETS} SET epoch = 2")
+        with pytest.raises(TaskMigrated):
+            offsets.happened(connection, {0: 9})
 
 
 def waiting_for_a_lock(connection):
