@@ -100,7 +100,7 @@ class BrokerUnavailable(DedupError):
 
 
 class DatabaseUnavailable(DedupError):
-    """The database of a source or a sink did not respond in time, or it refused the connection."""
+    """The database of a source or a sink did not respond in time, refused the connection, or has lost commits."""
 
     exit_code = 5
 

@@ -33,8 +33,6 @@ class TopicReader:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, after_loss: str, gather_ms: int = 0) -> None:
         """Error messages about records that retention or a truncation has removed end with ``after_loss``."""
         self._wire: Final = wire
-        self._check: Final = check
-        self._checked_s = time.monotonic()
         self._fetcher: Final = FeedFetcher(
             wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms, after_truncation=after_loss, after_deletion=after_loss
         )
@@ -42,15 +40,15 @@ class TopicReader:
         """Maps each partition to the offset after the last record that `poll` returned. The fetcher may read ahead."""
         self._ends: Final[dict[TopicPartition, int]] = {}
 
-    async def begin(self, source: TopicPartition, position: int) -> None:
-        """Begin reading a partition at an offset, or at the partition's start if the offset is negative."""
+    async def begin(self, source: TopicPartition, position: int) -> int:
+        """Begin reading a partition at an offset, or at the partition's start if the offset is negative.
+
+        Returns the offset at which the reading begins.
+        """
         bounds = await bounds_of(self._wire, source)
         self._next[source] = bounds.start if position < 0 else position
         self._ends[source] = bounds.end
         self._fetcher.begin(source, self._next[source])
-
-    def next_offset(self, source: TopicPartition) -> int:
-        """Return the offset after the last record that `poll` returned, or at which `begin` began."""
         return self._next[source]
 
     @property
@@ -61,19 +59,11 @@ class TopicReader:
     async def poll(self) -> list[Answer]:
         """Return the next fetch responses that contain records, or an empty list if no records arrive in time.
 
-        Raises StateIncompatible if the topic was deleted or recreated, if it no longer contains the next offset, or if
-        it got more partitions while no record arrived.
+        Raises StateIncompatible if the topic was deleted, was recreated, or no longer contains the next offset.
         """
         answers = await self._fetcher.poll(self._next)
         self._next.update((answer.source, answer.next_offset) for answer in answers)
-        found = [answer for answer in answers if answer.columns.offsets]
-        if found:
-            self._checked_s = time.monotonic()  # the transaction with these records checks the topic
-        elif time.monotonic() - self._checked_s >= _CHECK_EVERY_S:
-            # All new records may be in partitions that were added to the topic.
-            await self._check.look()
-            self._checked_s = time.monotonic()
-        return found
+        return [answer for answer in answers if answer.columns.offsets]
 
     def close(self) -> None:
         """Stop reading."""
@@ -122,6 +112,8 @@ class FencedConsumer:
         self.records: Final = TopicReader(
             wire, self._check, after_loss=_after_loss(reader, topic.name), gather_ms=gather_ms
         )
+        self._checked_s = time.monotonic()
+        """The monotonic time of the last check of the topic, or of the last records, whose transaction checks it."""
         self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
         self._thread: Final = ThreadPoolExecutor(1, "database")
 
@@ -137,17 +129,28 @@ class FencedConsumer:
         StateIncompatible if the topic was recreated.
         """
         await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
+        starts: dict[int, int] = {}
         with patience(START_WITHIN_S):
             for partition, position in self.offsets.positions.items():
-                await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
-        # Without a stored offset, the next start would begin behind the records that retention deletes until then.
-        starts = {
-            partition: self.records.next_offset(TopicPartition(self.offsets.topic, partition))
-            for partition, position in self.offsets.positions.items()
-            if position < 0
-        }
+                begun = await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
+                if position < 0:
+                    starts[partition] = begun
         if starts:
+            # Without a stored offset, the next start would begin behind the records that retention deletes until then.
             await self.once(lambda _: None, starts)
+
+    async def poll(self) -> list[Answer]:
+        """Return what `TopicReader.poll` returns, and raise the same errors.
+
+        Also raises StateIncompatible if the topic got partitions, which may have all new records, while none arrived.
+        """
+        found = await self.records.poll()
+        is_due = time.monotonic() - self._checked_s >= _CHECK_EVERY_S
+        if is_due and not found:
+            await self._check.look()
+        if is_due or found:
+            self._checked_s = time.monotonic()
+        return found
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run ``work`` exactly once, in a database transaction that also updates the offsets, and return its result.

@@ -65,6 +65,7 @@ _NOT_RUN: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, ins
 class IdempotentReader:
     """A consumer that uses the application's database to store its offsets and the tracking IDs that it has seen.
 
+    Each topic needs its own reader name, because readers of one name share the seen tracking IDs.
     Use the reader with ``async with``. ``topology`` only defines the tracking ID; no worker needs to run. The reader
     never skips a record silently: it raises StateIncompatible for a record without a usable tracking ID.
     """
@@ -82,8 +83,9 @@ class IdempotentReader:
     async def __aenter__(self) -> Self:
         """Connect, and fence other processes with the same reader name, whose next transactions raise TaskMigrated.
 
-        Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
-        BrokerUnavailable if the database or the brokers do not respond in time.
+        Raises StateIncompatible if the topic does not exist or was recreated, or if a reader of this name has read
+        another topic, and DatabaseUnavailable or BrokerUnavailable if the database or the brokers do not respond in
+        time.
         """
         async with AsyncExitStack() as stack:
             await self._wire.start()
@@ -114,7 +116,8 @@ class IdempotentReader:
         Raises TypeError if ``handle`` is an async function or a generator, because its body would not run; the events
         then stay unseen. Raises InvariantBroken if an exception or a cancellation interrupted an earlier call. In this
         case, open a new reader. Raises StateIncompatible if the topic was deleted or recreated, or has new partitions
-        that the reader does not read. Raises TaskMigrated if another process has opened a reader with the same name.
+        that the reader does not read. Raises TaskMigrated if another process has opened a reader with the same name,
+        and DatabaseUnavailable if the database has lost commits of this reader.
         """
         consumer = self._consumer
         if consumer is None:
@@ -129,7 +132,7 @@ class IdempotentReader:
         self._interrupted = True
         handled = 0
         while not (until_end and consumer.records.at_end):
-            for answer in await consumer.records.poll():
+            for answer in await consumer.poll():
                 events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
                 work = partial(self._handled, events, handle)
                 fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})

@@ -183,7 +183,7 @@ class _Run:
             and gathered.size_bytes < MOST_BYTES
             and (until_s is None or loop.time() < until_s)
         ):
-            for answer in await self.consumer.records.poll():
+            for answer in await self.consumer.poll():
                 gathered.batches.append((answer.source, answer.columns))
                 gathered.ends[answer.source.partition] = answer.next_offset
                 gathered.records += len(answer.columns.offsets)

@@ -448,8 +448,8 @@ class Session:
         if code in FENCED:
             return TaskMigrated(
                 f"{answer}. Another owner has the partition: another worker, or the same command run a second time. "
-                "Or this process stood still for longer than `transaction_timeout`, so the cluster ended its "
-                "transaction. The open transaction of this process is aborted."
+                "If there is neither, this process stood still for longer than `transaction_timeout`. The open "
+                "transaction of this process is aborted."
             )
         if code in EPOCH_OVER or code == -1:
             return CommitUnknown(f"{answer}; the epoch is over.")

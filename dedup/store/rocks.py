@@ -405,11 +405,11 @@ class RocksStore:
                 held = self._segments.get(start) or self._create(start)
                 family, prefix = held.family, held.prefix
                 # Inserting keys into a skip list is up to ten times as fast in sorted order as in random order.
-                sightings = values if family.hashed else dict(sorted(values.items()))
-                ids = list(sightings)
+                ids = list(values) if family.hashed else sorted(values)
+                sightings = values.values() if family.hashed else map(values.__getitem__, ids)
                 # `any` makes the calls in C, because `put` returns None. Each call names the family, because rocksdict
                 # before 0.3.28 ignores `set_default_column_family` in `put`.
-                any(map(put, map(prefix.__add__, ids) if prefix else ids, sightings.values(), repeat(family.handle)))
+                any(map(put, map(prefix.__add__, ids) if prefix else ids, sightings, repeat(family.handle)))
                 entry = replace(
                     held.entry,
                     width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),

@@ -105,6 +105,7 @@ async def test_a_writer_places_records_by_the_partitions_that_the_topic_has_now(
     for message in stage.read():
         places[dict(message.headers())["dedup-id"]][message.partition()] += 1
     expected = dict(zip(ids, partitions([each.encode() for each in ids], 4), strict=True))
+    assert len(places) == len(ids)
     for each, count_of in places.items():
         assert count_of[expected[each.decode()]] >= 2, "of the third and the fourth time"
 
