@@ -113,7 +113,7 @@ async def test_a_transaction_of_a_sink_ends_before_a_long_interval_too():
         columns = SimpleNamespace(values=next(polls).values, offsets=range(8))
         return [SimpleNamespace(source=TopicPartition("y", 0), columns=columns, next_offset=8)]
 
-    consumer = SimpleNamespace(records=SimpleNamespace(poll=poll))
+    consumer = SimpleNamespace(poll=poll)
     run = sink_connector._Run(None, None, consumer, None, 60)
     assert 64 <= (await run._gather()).records <= 80
 
