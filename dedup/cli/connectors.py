@@ -141,16 +141,16 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 def apply_tables(topology: str, spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
     """Map the name of each missing sink table to its CREATE statement, and create the tables unless ``dry_run`` is set.
 
-    Raises StateIncompatible if an existing table is unsuitable, or if the table is missing although the topology's sink
-    has written to it, and DatabaseUnavailable if the database does not respond.
+    Raises StateIncompatible if an existing table is unsuitable, or if the topology's sink has written to another table
+    or to a table that no longer exists, and DatabaseUnavailable if the database does not respond.
     """
     from dedup.connect.database import OFFSETS, FencedOffsets
     from dedup.connect.open_database import RetryingDatabase
     from dedup.connect.upsert import make_tables, plan_tables, refuse_lost_table
 
     with contextlib.closing(RetryingDatabase(spec.url)) as database:
-        offsets = FencedOffsets(topology, spec.topic, "")
-        database.first(lambda connection: refuse_lost_table(connection, spec.table, offsets))
+        offsets = FencedOffsets(topology, spec.topic, "", spec.table)
+        database.first(lambda connection: refuse_lost_table(connection, offsets))
         missing = database.first(lambda connection: plan_tables(connection, spec))
         if not dry_run:
             database.first(lambda connection: make_tables(connection, spec))

@@ -22,15 +22,18 @@ OFFSETS: Final = "dedup_offsets"
 OFFSETS_STATEMENT: Final = (
     f"CREATE TABLE IF NOT EXISTS {OFFSETS} (reader VARCHAR(250) NOT NULL, topic VARCHAR(250) NOT NULL, "
     f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
-    f"PRIMARY KEY (reader, topic, part))"
+    f"table_name VARCHAR(250) NOT NULL, PRIMARY KEY (reader, topic, part))"
 )
 # In the statements of `FencedOffsets`, {0} is the database's parameter placeholder.
 _ROW: Final = "reader = {0} AND topic = {0} AND part = {0}"
 _INSERT: Final = (
-    f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
-    f"VALUES ({{0}}, {{0}}, {{0}}, {{0}}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING"
+    f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, table_name, epoch, position) "  # noqa: S608  # our own names
+    f"VALUES ({{0}}, {{0}}, {{0}}, {{0}}, {{0}}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING"
 )
-_FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING epoch, position, topic_id"  # noqa: S608
+_FENCE: Final = (
+    f"UPDATE {OFFSETS} SET epoch = epoch + 1, table_name = CASE WHEN position > 0 THEN table_name ELSE {{0}} END "  # noqa: S608
+    f"WHERE {_ROW} RETURNING epoch, position, topic_id, table_name"
+)
 _ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
 _READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}{{1}}"  # noqa: S608
 """{1} is a clause that makes the query wait for transactions of lost connections, which may still commit."""
@@ -206,29 +209,46 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
 class FencedOffsets:
     """One reader's offsets in a topic, stored in the table `dedup_offsets` with an epoch that fences earlier owners."""
 
-    def __init__(self, reader: str, topic: str, topic_id: str) -> None:
+    def __init__(self, reader: str, topic: str, topic_id: str, table: str = "") -> None:
         self.reader: Final = reader
         self.topic: Final = topic
+        self.table: Final = table
+        """The table to which a sink writes the records, or an empty string for a reader without such a table."""
         self.positions: Final[dict[int, int]] = {}
         """Maps each partition to the offset after its last record in the database, or to -1 before the first record."""
         self._topic_id: Final = topic_id
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Take over partitions, and read their positions. Raises StateIncompatible if the topic was recreated."""
+        """Take over partitions, and read their positions.
+
+        Raises StateIncompatible if the topic was recreated, or if the earlier records were written to another table.
+        """
         insert, fence = (sql.format(connection.mark) for sql in (_INSERT, _FENCE))
         with transaction(connection):
             for partition in sorted(partitions):
                 key = (self.reader, self.topic, partition)
-                connection.execute(insert, (*key, self._topic_id))
-                ((epoch, position, topic_id),) = connection.query(fence, key)
+                connection.execute(insert, (*key, self._topic_id, self.table))
+                ((epoch, position, topic_id, table),) = connection.query(fence, (self.table, *key))
                 if topic_id != self._topic_id:
                     raise StateIncompatible(
                         f"the offsets in the database are those of an earlier topic {self.topic!r}, which was deleted "
                         f"and created again. Nothing was changed. To read its records from the start, delete the rows "
                         f"of reader {self.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
                     )
+                self.refuse_other_table(partition, position, table)
                 self._epochs[partition], self.positions[partition] = epoch, position
+
+    def refuse_other_table(self, partition: int, position: int, table: str) -> None:
+        """Raise StateIncompatible if the records before a stored position were written to another table."""
+        if position > 0 and table != self.table:
+            raise StateIncompatible(
+                f"{OFFSETS} says that {self.reader!r} has read {self.topic}/{partition} up to offset {position} into "  # noqa: S608  # text for the user
+                f"the table {table!r}, not into {self.table!r}, which would lack these rows (an IdempotentReader's "
+                f"table is ''). Nothing was changed. To fill another table from the topic's start, delete the rows of "
+                f"reader {self.reader!r} from {OFFSETS}. If you renamed the table, run: UPDATE {OFFSETS} SET "
+                f"table_name = '{self.table}' WHERE reader = '{self.reader}'"
+            )
 
     def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
         """Store new positions in the open transaction.

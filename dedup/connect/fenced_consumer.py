@@ -89,7 +89,7 @@ class FencedConsumer:
     def __init__(
         self,
         wire: KafkaWire,
-        reader: str,
+        offsets: FencedOffsets,
         topic: Topic,
         url: str,
         prepare: Callable[[DatabaseConnection, FencedOffsets], None],
@@ -97,7 +97,7 @@ class FencedConsumer:
         *,
         gather_ms: int,
     ) -> None:
-        self.offsets: Final = FencedOffsets(reader, topic.name, topic.topic_id)
+        self.offsets: Final = offsets
         self._prepare: Final = prepare
         self._closing = False
         self._stopped: Final[Callable[[], bool]] = lambda: self._closing or stopped()
@@ -110,7 +110,7 @@ class FencedConsumer:
             remedy="A restart says how to continue.",
         )
         self.records: Final = TopicReader(
-            wire, self._check, after_loss=_after_loss(reader, topic.name), gather_ms=gather_ms
+            wire, self._check, after_loss=_after_loss(offsets.reader, topic.name), gather_ms=gather_ms
         )
         self._checked_s = time.monotonic()
         """The monotonic time of the last check of the topic, or of the last records, whose transaction checks it."""
@@ -126,7 +126,7 @@ class FencedConsumer:
 
         A partition without a stored offset is read from its start, and this offset is stored. Raises
         DatabaseUnavailable if the database does not respond, BrokerUnavailable if a partition has no leader, and
-        StateIncompatible if the topic was recreated.
+        StateIncompatible if the topic was recreated, or if the records before a stored offset are in another table.
         """
         await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
         starts: dict[int, int] = {}

@@ -94,7 +94,8 @@ class IdempotentReader:
                 found = (await admin.topics([self._topic])).get(self._topic)
             if found is None:
                 raise StateIncompatible(f"topic {self._topic!r} does not exist; create it first.")
-            consumer = FencedConsumer(self._wire, self._name, found, self._url, _prepare, gather_ms=GATHER_MS)
+            offsets = FencedOffsets(self._name, found.name, found.topic_id)
+            consumer = FencedConsumer(self._wire, offsets, found, self._url, _prepare, gather_ms=GATHER_MS)
             stack.push_async_callback(consumer.close)
             await consumer.open(range(found.partitions))
             self._consumer = consumer

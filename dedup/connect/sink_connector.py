@@ -96,9 +96,9 @@ async def run_sink(
         stop = stack.enter_context(set_by_signals())
         await stack.enter_async_context(ended_by_refusal(wire, stop))
         dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings, stop.is_set)
-        consumer = FencedConsumer(
-            wire, topology.name, topic, spec.url, partial(_prepare, spec), stop.is_set, gather_ms=GATHER_MS
-        )
+        offsets = FencedOffsets(topology.name, topic.name, topic.topic_id, spec.table)
+        prepare = partial(_prepare, spec)
+        consumer = FencedConsumer(wire, offsets, topic, spec.url, prepare, stop.is_set, gather_ms=GATHER_MS)
         stack.push_async_callback(consumer.close)
         stack.push_async_callback(dead_letters.close)
         await consumer.open(numbers)
@@ -149,7 +149,7 @@ def plan_dead_letter(
 
 
 def _prepare(spec: SinkSpec, connection: DatabaseConnection, offsets: FencedOffsets) -> None:
-    refuse_lost_table(connection, spec.table, offsets)
+    refuse_lost_table(connection, offsets)
     make_tables(connection, spec)
 
 

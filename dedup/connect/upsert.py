@@ -349,23 +349,25 @@ def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
     return Table(spec.table, (*fixed, *payload), (ID, TIME) if spec.append else (ID,), spec.append)
 
 
-def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: FencedOffsets) -> None:
-    """Raise StateIncompatible if the sink has written rows, but its table has since been dropped or renamed."""
-    if connection.has(table) or not connection.has(OFFSETS):
+def refuse_lost_table(connection: DatabaseConnection, offsets: FencedOffsets) -> None:
+    """Raise StateIncompatible if the sink has written rows to another table, or to a table that no longer exists."""
+    if not connection.has(OFFSETS):
         return
     mark = connection.mark
     read = connection.query(
-        f"SELECT part, position FROM {OFFSETS} "  # noqa: S608  # our own names
+        f"SELECT part, position, table_name FROM {OFFSETS} "  # noqa: S608  # our own names
         f"WHERE reader = {mark} AND topic = {mark} AND position > 0 ORDER BY part",
         (offsets.reader, offsets.topic),
     )
-    if read:
-        partition, position = read[0]
+    for written in read:
+        offsets.refuse_other_table(*written)
+    if read and not connection.has(offsets.table):
+        partition, position, _ = read[0]
         raise StateIncompatible(
-            f"there is no table {table}, but {OFFSETS} says that {offsets.reader!r} has read "
-            f"{offsets.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
-            f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
-            f"the rows of reader {offsets.reader!r} from {OFFSETS}."
+            f"there is no table {offsets.table}, but {OFFSETS} says that {offsets.reader!r} has read "
+            f"{offsets.topic}/{partition} up to offset {position}: the table was dropped or renamed. Nothing was "
+            f"changed. Restore the table; or, to fill a new one from the topic's start, delete the rows of reader "
+            f"{offsets.reader!r} from {OFFSETS}."
         )
 
 

@@ -573,7 +573,9 @@ async def test_a_partition_without_a_leader_is_told_at_the_start(tmp_path, monke
 
     monkeypatch.setattr(fenced_consumer, "START_WITHIN_S", 0.1, raising=False)
     topic, url = Topic("in", "id", 2), f"sqlite:///{tmp_path}/x.db"
-    consumer = fenced_consumer.FencedConsumer(Leaderless(), "x", topic, url, lambda *_: None, gather_ms=0)
+    consumer = fenced_consumer.FencedConsumer(
+        Leaderless(), FencedOffsets("x", topic.name, topic.topic_id), topic, url, lambda *_: None, gather_ms=0
+    )
     with pytest.raises(BrokerUnavailable, match=r"has no leader.* Check the brokers, and that each partition"):
         await asyncio.wait_for(consumer.open([0, 1]), 10)
     await consumer.close()

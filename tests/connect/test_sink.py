@@ -215,6 +215,30 @@ async def test_a_table_that_is_gone_is_not_made_anew_behind_what_was_read(stage,
     assert (await stage.sink(topology)).inserted == len(rows()) == 10
 
 
+async def test_another_table_does_not_go_on_behind_what_was_read(stage, admin, database):
+    """Was: a table that somebody had created beforehand went on at the old offsets, without the earlier rows."""
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(number) for number in range(10)])
+    topology = sinking(stage, url)
+    await stage.sink(topology)
+    statement(url, "CREATE TABLE empty AS SELECT * FROM rows WHERE 1 = 0")
+    statement(url, "CREATE UNIQUE INDEX empty_key ON empty (tracking_id)")
+    object.__setattr__(topology.sink, "table", "empty")
+    stage.send([event(number) for number in range(10, 15)])
+    with pytest.raises(StateIncompatible, match=r"up to offset 10 into the table 'rows', not into 'empty'") as refused:
+        await stage.sink(topology)
+    assert rows("SELECT * FROM empty") == []
+    statement(url, "DROP TABLE empty")
+    statement(url, "ALTER TABLE rows RENAME TO empty")
+    statement(url, str(refused.value).rpartition("run: ")[2])  # as a user who renamed the table does
+    assert (await stage.sink(topology)).inserted == 5
+    assert len(rows("SELECT * FROM empty")) == 15
+    object.__setattr__(topology.sink, "table", "fresh")
+    statement(url, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(topology)).inserted == len(rows("SELECT * FROM fresh")) == 15
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_apply_makes_no_other_table_behind_what_was_read(tmp_path, dry_run):
     """Was: it made an empty table, and the sink went on there without the rows of all earlier records."""
@@ -226,12 +250,17 @@ def test_apply_makes_no_other_table_behind_what_was_read(tmp_path, dry_run):
     spec = replace(spec_of(parse(text, name="x"), "x"), url=url)
     assert set(apply_tables("x", spec, dry_run=False, quiet=True)) == {"dedup_offsets", "rows"}
     apply_tables("x", replace(spec, table="more"), dry_run=False, quiet=True)  # nothing was read so far
-    statement(url, "INSERT INTO dedup_offsets VALUES ('x', 'out', 0, 'id', 1, 10)")
+    statement(url, "INSERT INTO dedup_offsets VALUES ('x', 'out', 0, 'id', 1, 10, 'rows')")
     apply_tables("x", spec, dry_run=dry_run, quiet=True)
     other = replace(spec, table="other")
-    with pytest.raises(StateIncompatible, match=r"there is no table other, but dedup_offsets .* up to offset 10"):
+    with pytest.raises(
+        StateIncompatible, match=r"dedup_offsets says .* up to offset 10 into the table 'rows', not into"
+    ):
         apply_tables("x", other, dry_run=dry_run, quiet=True)
     assert "other" in apply_tables("y", other, dry_run=dry_run, quiet=True)
+    statement(url, "DROP TABLE rows")
+    with pytest.raises(StateIncompatible, match=r"there is no table rows, but dedup_offsets says .* up to offset 10"):
+        apply_tables("x", spec, dry_run=dry_run, quiet=True)
 
 
 async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, database):
