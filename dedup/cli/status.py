@@ -138,7 +138,7 @@ async def _changelog_bounds(wire: KafkaWire, changelog: Topic | None, partition:
 async def _reset_interrupted(topology: Topology, wire: KafkaWire) -> bool:
     # Workers check the same partition, because a reset finishes with it.
     found = await committed_position(wire, topology.name, TopicPartition(topology.source.topics[0], 0), stable=False)
-    return found is not None and found.note == RESETTING
+    return found is not None and found.metadata == RESETTING
 
 
 def leaderless(have: Mapping[str, Topic]) -> dict[str, list[int]]:

@@ -355,8 +355,8 @@ async def until_refused(connection: Connection, client: AIOKafkaClient, failed: 
 def _refuses(found: Diagnosis, connection: Connection) -> bool:
     """Return whether a broker that accepted this process earlier now refuses it.
 
-    A proxy whose broker is down closes each connection. Therefore, problems that are only inferred from a closed
-    connection count less here than at a start.
+    A proxy whose broker is down closes each connection. Therefore, a problem that is only inferred from a closed
+    connection carries less weight here than during startup.
     """
     if found.trouble is Trouble.CLIENT_CERTIFICATE:
         return connection.security.cert_file is not None

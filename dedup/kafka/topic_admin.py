@@ -367,14 +367,14 @@ class Group:
         return bool(answer.results[0][1] != _NON_EMPTY)
 
     async def set_offsets(
-        self, offsets: Mapping[TopicPartition, int], *, note: str = "", for_ever: bool = False
+        self, offsets: Mapping[TopicPartition, int], *, metadata: str = "", for_ever: bool = False
     ) -> None:
-        """Set the offsets of a group that has no members, and store ``note`` as the metadata of each offset.
+        """Set the offsets of a group that has no members, and store ``metadata`` with each offset.
 
         If ``for_ever`` is set, the broker keeps the offsets regardless of `offsets.retention.minutes`, because
         OffsetCommit versions 2 to 4 carry their own retention time (KIP-211).
         """
-        topics = grouped((topic, (partition, offset, note)) for (topic, partition), offset in offsets.items())
+        topics = grouped((topic, (partition, offset, metadata)) for (topic, partition), offset in offsets.items())
         kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION
         request = OffsetCommitRequest(self._name, -1, "", kept_ms, topics)
         await self._insist(

@@ -160,12 +160,12 @@ class TopicNow(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A group's committed offset, with the leader epoch and the note that Kafka stores with it."""
+    """A group's committed offset, with the leader epoch and the metadata that Kafka stores with it."""
 
     offset: int
     leader_epoch: int = -1
     """Leader epoch of the record before the offset (KIP-320), or -1 if it is unknown."""
-    note: str = ""
+    metadata: str = ""
     """The metadata that Kafka stores with an offset."""
 
 
@@ -178,7 +178,7 @@ class CommittedOffset:
 
     @property
     def offset(self) -> int | None:
-        """The offset without its leader epoch and note, or None if no offset is committed."""
+        """The offset without its leader epoch and metadata, or None if no offset is committed."""
         return None if self.position is None else self.position.offset
 
 

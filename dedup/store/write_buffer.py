@@ -2,7 +2,7 @@
 
     open  --freeze-->  committing  --applied-->  store
 
-The open generation collects the sightings of the running transaction. ``freeze`` sets the open generation aside for the
+The open generation collects the sightings of the open transaction. ``freeze`` sets the open generation aside for the
 commit, and ``applied`` writes it to the store after the commit. Sightings in the store are not cached, because in a
 measurement, a cache took 7% of the judging time, more than it saved.
 """
@@ -51,12 +51,12 @@ class WriteBuffer:
         return known
 
     def add(self, writes: Writes) -> None:
-        """Add the sightings of a batch to the running transaction."""
+        """Add the sightings of a batch to the open transaction."""
         for segment, values in writes.items():
             self._open.setdefault(segment, {}).update(values)
 
     def freeze(self) -> Writes:
-        """Return the running transaction's sightings, which are about to be committed, and open a new generation.
+        """Return the open transaction's sightings, which are about to be committed, and open a new generation.
 
         Raises InvariantBroken while an earlier commit is in flight.
         """

@@ -53,21 +53,21 @@ Begin = Literal["last", "start"]
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 _AGAIN: Final = "the next replay tries it again"
-_NOTE: Final = re.compile(r"left=(\d+\+\d+(?:,\d+\+\d+)*)")
-MOST_NOTE_BYTES: Final = 3_900
-"""The length at which no further records are added to a note. By default, brokers accept 4,096 bytes
+_METADATA: Final = re.compile(r"left=(\d+\+\d+(?:,\d+\+\d+)*)")
+MOST_METADATA_BYTES: Final = 3_900
+"""The length at which no further records are added to an offset's metadata. By default, brokers accept 4,096 bytes
 (`offset.metadata.max.bytes`).
 """
 _SPLIT_BYTES: Final = 100
-"""The number of bytes by which a note may exceed `MOST_NOTE_BYTES` while left records are read again. If a span is only
-partly read again, the note may have to name it in two parts.
+"""The number of bytes by which the metadata may exceed `MOST_METADATA_BYTES` while left records are read again. If a
+span is only partly read again, the metadata may have to name it in two parts.
 """
 Span = tuple[int, int]
 """The first offset of some records, and the offset after their last offset."""
 
 
-def note_of(left: Iterable[Span]) -> str:
-    """Return the note that names the left records by each span's distance from the previous span, and its length."""
+def metadata_of(left: Iterable[Span]) -> str:
+    """Return the metadata that name the left records by each span's distance from the previous one, and its length."""
     parts, reached = [], 0
     for first, after in left:
         parts.append(f"{first - reached}+{after - first}")
@@ -75,9 +75,9 @@ def note_of(left: Iterable[Span]) -> str:
     return f"left={','.join(parts)}" if parts else ""
 
 
-def left_in(note: str) -> list[Span]:
-    """Return the spans that a note names. An offset that was set by hand or by an older release has none."""
-    found = _NOTE.fullmatch(note)
+def left_in(metadata: str) -> list[Span]:
+    """Return the spans that an offset's metadata name. An offset set by hand or by an older release has none."""
+    found = _METADATA.fullmatch(metadata)
     left: list[Span] = []
     reached = 0
     for part in found[1].split(",") if found else ():
@@ -152,14 +152,14 @@ class Remaining:
 
     @property
     def position(self) -> Position:
-        """The position to commit, whose note names all left records."""
-        return Position(self.unread[-1][0], note=note_of([*self.left, *self.unread[:-1]]))
+        """The position to commit, whose metadata name all left records."""
+        return Position(self.unread[-1][0], metadata=metadata_of([*self.left, *self.unread[:-1]]))
 
     @property
     def fits(self) -> bool:
-        """True if the broker accepts the position's note."""
-        most = MOST_NOTE_BYTES + (_SPLIT_BYTES if len(self.unread) > 1 else 0)
-        return len(self.position.note) <= most
+        """True if the broker accepts the position's metadata."""
+        most = MOST_METADATA_BYTES + (_SPLIT_BYTES if len(self.unread) > 1 else 0)
+        return len(self.position.metadata) <= most
 
     def after_reading(self, left: list[Span], next_offset: int) -> Remaining:
         """Return the remaining work after everything below ``next_offset`` has been read."""
@@ -176,7 +176,7 @@ class Chosen(NamedTuple):
     """Maps the offset of each unsent record to the reason why it is not sent."""
     remaining: Remaining
     full: bool
-    """True if the replay of the partition ends here, because the note cannot name more left records."""
+    """True if the replay of the partition ends here, because the metadata cannot name more left records."""
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ class Replay:
 
     async def _set_mark(self, side: TopicPartition, position: Position) -> None:
         group = Group(self.wire, self.topology.replay_mark_group)
-        await group.set_offsets({side: position.offset}, note=position.note, for_ever=True)
+        await group.set_offsets({side: position.offset}, metadata=position.metadata, for_ever=True)
 
     def _overtaken(self, side: TopicPartition) -> DedupError:
         return DedupError(
@@ -263,7 +263,7 @@ class Replay:
                 raise self._refusal({side: mark.offset})
             position = mark if self.plan.begin == "last" else Position(start)
         first = start if position is None else position.offset
-        earlier = [] if position is None else left_in(position.note)
+        earlier = [] if position is None else left_in(position.metadata)
         for begun, after in [*earlier, (first, start)]:
             if begun < min(after, start):
                 self.told.setdefault(f"{side}/{begun} to {min(after, start) - 1}", "deleted by retention")
@@ -321,7 +321,7 @@ class Replay:
         return first < after and (self.plan.limit is None or self.done.sent < self.plan.limit)
 
     async def _read(self, fetcher: FeedFetcher, session: Session, side: TopicPartition, remaining: Remaining) -> None:
-        """Read and send the remaining records, up to the plan's limit or until the note is full."""
+        """Read and send the remaining records, up to the plan's limit or until the metadata is full."""
         at = -1
         while self._wants_more(remaining):
             if at != remaining.unread[0][0]:
@@ -342,7 +342,7 @@ class Replay:
         compression = self.settings.topics.compression
         for target, part in sorted(found.lines.items()):
             session.add(fill(target, part, compression=compression, most_rows=single))
-        # The position is committed even if no record was sent, because the note then names more left records.
+        # The position is committed even if no record was sent, because the metadata then name more left records.
         await session.commit({side: found.remaining.position})
         self.done.sent += sum(map(len, found.lines.values()))
         self.told |= {f"{side}/{offset}": why for offset, why in found.told.items()}

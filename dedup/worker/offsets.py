@@ -41,7 +41,7 @@ _PROGRESSED: Final[ContextVar[Callable[[], None]]] = ContextVar("progressed", de
 _FEEDING: Final = "feeding"
 CHANGELOG: Final = "changelog"
 RESETTING: Final = "dedup-reset-in-progress"
-"""The note on a group's committed offsets while `dedup reset` deletes the state of the topology."""
+"""The metadata of a group's committed offsets while `dedup reset` deletes the state of the topology."""
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
@@ -164,7 +164,7 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 
 
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
-    """Return the group's committed offset with its leader epoch and its note.
+    """Return the group's committed offset with its leader epoch and its metadata.
 
     The function retries while the coordinator is unavailable and, if ``stable`` is True, while an open transaction may
     change the offset (KIP-447). If the caller does not own the partition, the call can block until a dead worker's
@@ -190,15 +190,15 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
         await wire.pause(PAUSE_MS)
 
 
-def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return a committed offset's note: the feeding topic's ID and, if the task has state, the changelog topic's ID."""
+def offset_metadata(feeding_id: str, changelog_id: str | None = None) -> str:
+    """Return the metadata of a committed offset: the feeding topic's ID and, for a task with state, the changelog's."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 
 def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible if the note of a committed offset names another topic or an unfinished reset.
+    """Raise StateIncompatible if the metadata of a committed offset name another topic or an unfinished reset.
 
-    An offset without a note is accepted, because it was set by hand or by an older release.
+    An offset without metadata is accepted, because it was set by hand or by an older release.
     """
     refuse_half_reset(found, feeding)
     theirs, here = _parts(found), _parts(ours)
@@ -212,14 +212,14 @@ def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
             )
 
 
-def refuse_half_reset(note: str, feeding: TopicPartition) -> None:
+def refuse_half_reset(metadata: str, feeding: TopicPartition) -> None:
     """Raise StateIncompatible if a reset of the group was interrupted."""
-    if note == RESETTING:
+    if metadata == RESETTING:
         raise StateIncompatible(
             f"a `dedup reset` was interrupted: it has marked the group's offset of {feeding}, and the state is "
             f"partly deleted. Nothing was judged. Run the same `dedup reset` again to finish it."
         )
 
 
-def _parts(note: str) -> dict[str, str]:
-    return dict(part.split("=", 1) for part in note.split() if "=" in part)
+def _parts(metadata: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in metadata.split() if "=" in part)

@@ -259,7 +259,7 @@ class RecordCollector:
         return SideTopics(self.routes.dead_letter.topic, None if late is None else late.topic)
 
     def begin(self) -> None:  # only a flow has something to forget
-        """Prepare for the next batch."""
+        """Discard what the previous batch left."""
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits

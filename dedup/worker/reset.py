@@ -1,8 +1,8 @@
 """Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
 After a reset, the topology starts like a new topology. To finish an interrupted reset, run `dedup reset` again. Before
-a reset deletes topics or local state, it replaces the group's offsets with offsets that carry a note. While this note
-exists, workers refuse to start.
+a reset deletes topics or local state, it replaces the group's offsets with offsets whose metadata says so. While this
+metadata exists, workers refuse to start.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Reset:
         await self._fence(have)
         group = Group(self.wire, topology.name)
         try:
-            # The note is written after all workers have been fenced, so none of them can overwrite it.
+            # The metadata is written after all workers have been fenced, so none of them can overwrite it.
             await group.delete()
-            await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
+            await group.set_offsets(dict.fromkeys(sources, 0), metadata=RESETTING, for_ever=True)
             await self._start_over(doomed, left, wanted, offsets)
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the brokers did not confirm a transaction: {error} {_BEGUN}") from error
@@ -216,7 +216,7 @@ class Reset:
         cluster = Cluster(await self.admin.topics(known_names(self.topology)))
         topology = await with_layout(self.topology, cluster, self.wire, fresh=True)
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
-        # The first partition is written last, because a worker looks there for the note that a reset is in progress.
+        # The first partition is written last, because a worker looks there for the metadata of a reset in progress.
         for feeding, offset in sorted(offsets.items(), reverse=True):
             width_ms, topic_id = topology.window.segment_ms, cluster.topics[feeding.topic].topic_id
             record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, width_ms, feeding_topic_id=topic_id)

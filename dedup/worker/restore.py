@@ -325,7 +325,7 @@ async def refuse_other_state(topology: Topology, cluster: Cluster, wire: Wire) -
     for place in cluster.places(dict.fromkeys((*topology.source.topics, *topology.feeding_topics))):
         found = await committed_position(wire, topology.name, place, stable=False)
         if found is not None:
-            refuse_other_topics(found.note, cluster.offset_note(topology, place), place)
+            refuse_other_topics(found.metadata, cluster.offset_metadata(topology, place), place)
     await refuse_other_rule(topology, cluster, wire)
     await LostOffsets(topology, cluster, wire).refuse_any()
 

@@ -112,8 +112,8 @@ class Committing:
     group: str
     confirm: Callable[[], Awaitable[None]]
     """Raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`."""
-    note: str = ""
-    """The metadata of the committed offset; see `offset_note`."""
+    metadata: str = ""
+    """The metadata of the committed offset; see `offset_metadata`."""
     pin_start: bool = False
     """True if the task commits its starting position at once, because `start` may lead to another offset after a crash.
     """
@@ -235,7 +235,7 @@ class SharedTransaction(Protocol):
         """Add record batches to the transaction; ``feeding`` is the partition whose records they were made from."""
 
     def give_up(self) -> None:
-        """Close every task of the group at once, so that nothing more is committed in this assignment."""
+        """Close every task of the group immediately, so that nothing more is committed in this assignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class Task:
     @property
     def position(self) -> Position:
         """The task's `next_offset`, with the leader epoch of the record before that offset."""
-        return Position(self.next_offset, self._leader_epoch, self._committing.note)
+        return Position(self.next_offset, self._leader_epoch, self._committing.metadata)
 
     @property
     def committing(self) -> bool:
@@ -355,10 +355,10 @@ class Task:
         # The offset is not taken from aiokafka, which reads the offset before the previous owner is fenced.
         found = await committed_position(self._wire, self._committing.group, self.feeding)
         if found is not None:
-            refuse_other_topics(found.note, self._committing.note, self.feeding)
+            refuse_other_topics(found.metadata, self._committing.metadata, self.feeding)
         committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
-        own = found is not None and bool(found.note) and found.note == self._committing.note
+        own = found is not None and bool(found.metadata) and found.metadata == self._committing.metadata
         self.next_offset = self._expected = self.judged_to = await self.work.restore(committed, own=own)
         if found is not None and found.offset == self.next_offset:
             self._leader_epoch = found.leader_epoch

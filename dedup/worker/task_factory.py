@@ -249,8 +249,8 @@ class TaskFactory:
         return self._built(TaskId("repartition", feeding), group, plan.start, make)
 
     def _built(self, task_id: TaskId, group: TaskGroup, start: Start, make: Callable[[TaskNumbers], TaskWork]) -> Task:
-        note = self.cluster.offset_note(self.topology, task_id.feeding)
-        committing = Committing(self.topology.name, self.check.confirm, note, pin_start=start != "earliest")
+        metadata = self.cluster.offset_metadata(self.topology, task_id.feeding)
+        committing = Committing(self.topology.name, self.check.confirm, metadata, pin_start=start != "earliest")
         return Task(task_id, committing, group, self.wire, make)
 
     def _collector(self, feeding: TopicPartition) -> RecordCollector:

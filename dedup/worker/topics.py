@@ -33,7 +33,7 @@ from dedup.worker.offsets import (
     committed_position,
     ends_of,
     first_record,
-    offset_note,
+    offset_metadata,
     refuse_half_reset,
 )
 from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
@@ -144,11 +144,11 @@ class Cluster:
         """Return every partition of the named topics."""
         return [place for name in names for place in self.topics[name].places]
 
-    def offset_note(self, topology: Topology, feeding: TopicPartition) -> str:
-        """Return the note with which the partition's task commits offsets."""
+    def offset_metadata(self, topology: Topology, feeding: TopicPartition) -> str:
+        """Return the metadata with which the partition's task commits offsets."""
         has_state = feeding.topic in topology.feeding_topics
         changelog_id = self.topics[topology.changelog_topic].topic_id if has_state else None
-        return offset_note(self.topics[feeding.topic].topic_id, changelog_id)
+        return offset_metadata(self.topics[feeding.topic].topic_id, changelog_id)
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
         """Return the partition counts of the source topics and the repartition topic when the state was created."""
@@ -192,7 +192,7 @@ def topic_names(topology: Topology) -> list[str]:
 
 
 def known_names(topology: Topology) -> list[str]:
-    """Return every topic that the topology may have. The layout topic is included even if it is not needed."""
+    """Return every topic that the topology uses, and the layout topic even if the topology does not use it."""
     return list(dict.fromkeys((*topic_names(topology), topology.layout_topic)))
 
 
@@ -504,7 +504,7 @@ async def begins_anew(topology: Topology, settings: Settings, wire: KafkaWire, a
     marked = TopicPartition(topology.source.topics[0], 0)
     found = await committed_position(wire, topology.name, marked, stable=False)
     if found is not None:
-        refuse_half_reset(found.note, marked)
+        refuse_half_reset(found.metadata, marked)
     fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
     if fresh:
         await refuse_used_output(topology, wire, admin, meant=meant)

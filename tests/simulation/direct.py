@@ -15,7 +15,7 @@ from dedup.kafka.wire import TopicPartition
 from dedup.store.base import MemoryStore
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.offsets import offset_note
+from dedup.worker.offsets import offset_metadata
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId
 from dedup.worker.task_group import TaskGroup
@@ -128,7 +128,9 @@ def group(wire, *partitions: int, start="earliest", judge=DedupTask, kind=TaskGr
         plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start, feeding=feeding)
         collector = RecordCollector(routes, number, Limits({}, StoppedClock().now_ms, wire))
         work = partial(judge, plan, wire, Keeping(KeptStore), collector, StoppedClock())
-        committing = Committing(GROUP, unchanged, offset_note("in-id", "changelog-id"), pin_start=start != "earliest")
+        committing = Committing(
+            GROUP, unchanged, offset_metadata("in-id", "changelog-id"), pin_start=start != "earliest"
+        )
         made.add(task(TaskId("dedup", feeding), committing, made, wire, work))
     return made
 

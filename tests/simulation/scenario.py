@@ -23,7 +23,7 @@ from dedup.topology.parse import parse
 from dedup.topology.schema import TransactionsSpec
 from dedup.worker.dedup_task import DedupPlan
 from dedup.worker.layout import Layout, encode_layout, refuse_other_layout
-from dedup.worker.offsets import offset_note
+from dedup.worker.offsets import offset_metadata
 from dedup.worker.record_collector import Limits, RecordCollector, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from dedup.worker.task import Committing, TaskId, TaskWork
@@ -261,8 +261,8 @@ class Builder:
         session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, batch_bytes=scenario.batch_bytes)
         group = self._variant.group(session, self._check.confirm, self._refuse_layout, Counter())
         for feeding in members:
-            note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
-            committing = Committing(GROUP, self._check.confirm, note)
+            metadata = offset_metadata(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
+            committing = Committing(GROUP, self._check.confirm, metadata)
             task_id = TaskId("dedup" if dedup else "repartition", feeding)
             make = partial(self._judge if dedup else self._repartition, feeding)
             group.add(self._variant.task(task_id, committing, group, self._wire, make))

@@ -347,7 +347,7 @@ async def test_an_offset_that_was_set_by_hand_may_be_ahead_of_the_state():
     await first.commit()
     await first.close(drain=False)
     (place,) = cluster.offsets
-    cluster.offsets[place] = cluster.offsets[place]._replace(offset=7, note="")
+    cluster.offsets[place] = cluster.offsets[place]._replace(offset=7, metadata="")
     assert await task(DirectWire(cluster)).start() == 7
 
 

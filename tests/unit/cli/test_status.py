@@ -225,8 +225,8 @@ def test_status_says_what_is_missing_and_which_command_helps():
 class Brokers:
     """Answers for a topic of two partitions, of which one has no leader, and for no changelog."""
 
-    def __init__(self, note: str = "") -> None:
-        self.position = Position(7, note=note)
+    def __init__(self, metadata: str = "") -> None:
+        self.position = Position(7, metadata=metadata)
 
     async def topics(self, names: Any) -> Any:
         if isinstance(names, tuple):
@@ -242,21 +242,21 @@ class Brokers:
         return CommittedOffset(0, self.position)
 
 
-@pytest.mark.parametrize("note", ["", RESETTING])
-def test_status_shows_partitions_without_a_leader(monkeypatch, note):
+@pytest.mark.parametrize("metadata", ["", RESETTING])
+def test_status_shows_partitions_without_a_leader(monkeypatch, metadata):
     """Was: status waited for the leader forever."""
 
     async def nobody(_group):
         return []
 
     monkeypatch.setattr(Group, "members", nobody)
-    brokers: Any = Brokers(note)
+    brokers: Any = Brokers(metadata)
     direct = topology(source="topics: [c], partitioned_by: tracking_id")
     found = asyncio.run(survey(direct, brokers, brokers))
     assert found["leaderless"] == {"c": [1]}
     assert found["deleted_topics"] == ["t.changelog"]
     assert found["missing_sources"] == []
-    assert found["reset_interrupted"] is (note == RESETTING)
+    assert found["reset_interrupted"] is (metadata == RESETTING)
     assert [(task["committed"], task["end"], task["lag"]) for task in found["tasks"]] == [(7, 7, 0), (7, None, None)]
     text = printed(seen_now(found, []))
     assert re.search(r"c/1 +nobody +no leader +- ", text)

@@ -1,4 +1,4 @@
-"""What a replay remembers of the records that it has left: the note on its position."""
+"""What a replay remembers of the records that it has left: the metadata of its position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import CommittedOffset, LogBounds, TopicPartition
 from dedup.settings import Settings
 from dedup.topology.parse import parse
-from dedup.worker.dead_letter_replay import MOST_NOTE_BYTES, Remaining, Replay, left_in, note_of, replay_plan, with_left
+from dedup.worker.dead_letter_replay import (
+    MOST_METADATA_BYTES,
+    Remaining,
+    Replay,
+    left_in,
+    metadata_of,
+    replay_plan,
+    with_left,
+)
 from dedup.worker.topics import Cluster
 
 TEXT = """
@@ -59,12 +67,12 @@ def test_a_note_names_the_spans_it_was_made_of(steps: list[tuple[int, int]]) -> 
     for distance, length in steps:
         spans.append((reached + distance, reached + distance + length))
         reached = spans[-1][1]
-    assert left_in(note_of(spans)) == spans
+    assert left_in(metadata_of(spans)) == spans
 
 
-@pytest.mark.parametrize("note", ["", "dedup-reset-in-progress", "left=", "left=1", "left=1+2,", "feeding=abc"])
-def test_a_note_of_another_kind_names_nothing(note: str) -> None:
-    assert left_in(note) == []
+@pytest.mark.parametrize("metadata", ["", "dedup-reset-in-progress", "left=", "left=1", "left=1+2,", "feeding=abc"])
+def test_metadata_of_another_kind_names_nothing(metadata: str) -> None:
+    assert left_in(metadata) == []
 
 
 def test_spans_that_adjoin_are_one() -> None:
@@ -77,9 +85,9 @@ def test_what_was_left_stays_left_until_it_is_sent() -> None:
     assert sum(map(len, found.lines.values())) == 2
     assert sorted(found.told) == [11, 13]
     position = found.remaining.position
-    assert (position.offset, left_in(position.note)) == (16, [(11, 14)])
+    assert (position.offset, left_in(position.metadata)) == (16, [(11, 14)])
     # The next replay reads the left ones first; one of them can be sent now.
-    remaining = Remaining([], [*left_in(position.note), (16, 100)])
+    remaining = Remaining([], [*left_in(position.metadata), (16, 100)])
     found = replay()._chosen(SIDE, answer({11: 0, 13: 5, 14: 1}, 16), remaining)
     assert [len(lines) for lines in found.lines.values()] == [1]
     assert found.remaining == Remaining([(13, 14)], [(16, 100)])
@@ -89,7 +97,7 @@ def test_what_was_left_stays_left_until_it_is_sent() -> None:
 def test_a_limit_leaves_the_rest_of_a_span_unread() -> None:
     found = replay(limit=1)._chosen(SIDE, answer({11: 0, 12: 0, 13: 0}, 20), Remaining([], [(11, 14), (16, 100)]))
     assert found.remaining == Remaining([], [(12, 14), (16, 100)])
-    assert left_in(found.remaining.position.note) == [(12, 14)]
+    assert left_in(found.remaining.position.metadata) == [(12, 14)]
 
 
 def test_a_replay_stops_before_the_left_records_that_its_position_cannot_name() -> None:
@@ -98,17 +106,17 @@ def test_a_replay_stops_before_the_left_records_that_its_position_cannot_name() 
     found = replay()._chosen(SIDE, answer(letters, 4_000), Remaining([], [(0, 4_000)]))
     assert found.full
     position = found.remaining.position
-    assert MOST_NOTE_BYTES - 20 < len(position.note) <= MOST_NOTE_BYTES
-    assert len(left_in(position.note)) > 900
+    assert MOST_METADATA_BYTES - 20 < len(position.metadata) <= MOST_METADATA_BYTES
+    assert len(left_in(position.metadata)) > 900
     told = found.told[position.offset]
     assert "were not read" in told
     assert "'t.replay'" in told
     # Each letter below the position is either sent or named.
-    assert sum(map(len, found.lines.values())) + len(left_in(position.note)) == position.offset
+    assert sum(map(len, found.lines.values())) + len(left_in(position.metadata)) == position.offset
 
 
 def test_a_full_position_can_be_read_again() -> None:
-    left = [(2 * number + 1, 2 * number + 2) for number in range(MOST_NOTE_BYTES // 4 - 2)]
+    left = [(2 * number + 1, 2 * number + 2) for number in range(MOST_METADATA_BYTES // 4 - 2)]
     remaining = Remaining([], [*left, (10_000, 20_000)])
     for first, _ in left:
         found = replay()._chosen(SIDE, answer({first: 5}, first + 1), remaining)
