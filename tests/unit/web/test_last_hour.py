@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers
 from dedup.settings import Web
@@ -118,40 +115,6 @@ class TestSlots:
         assert ranges["900"]["p99_s"] < 0.1
         assert ranges["3600"]["p99_s"] > 10
 
-    @given(
-        st.lists(
-            st.tuples(
-                st.integers(0, 30),
-                st.lists(
-                    st.tuples(st.integers(0, 2), st.sampled_from(COUNTED), st.integers(0, 500), st.integers(0, 12))
-                ),
-            ),
-            max_size=12,
-        )
-    )
-    def test_merged_workers_are_as_one_that_has_all_tasks(self, moments):
-        """Each moment is a slot with records of several workers."""
-        workers, alone = [Memory(START) for _ in range(3)], Memory(START)
-        for number, records in sorted(moments):
-            for worker, memory in [*enumerate(workers), (None, alone)]:
-                mine = [each for each in records if worker in {None, each[0]}]
-                counts, latencies = Counter(), [0] * BUCKETS
-                for _, name, count, bucket in mine:
-                    counts[name] += count
-                    latencies[bucket] += count
-                lag = sum(count for _, _, count, _ in mine)
-                memory.add(
-                    Growth(1_000, counts, latencies, lag), START + number * SLOT_MS, 1 if worker is not None else 3
-                )
-        now_ms = START + 30 * SLOT_MS
-        of_three = merged([told(each, name, now_ms) for name, each in zip("abc", workers, strict=True)], now_ms)
-        of_one = merged([told(alone, "a", now_ms)], now_ms)
-        assert of_three["ranges"] == of_one["ranges"]
-        total = Counter({name: of_three["ranges"]["3600"][name] for name in COUNTED})
-        assert total == sum((Counter({name: count}) for _, rows in moments for _, name, count, _ in rows), Counter())
-        for name, values in of_one["plots"].items():
-            assert of_three["plots"][name] == pytest.approx(values, abs=0.02), name
-
 
 class TestOwners:
     def test_a_hand_over_is_seen_with_the_time_until_it_runs(self):
@@ -227,22 +190,6 @@ class TestOwners:
         found = merged([told(memory, "a", START + 40 * 30_000)], START + 40 * 30_000)
         assert len(found["rows"]) <= MOST_ROWS
         assert sum(row["partitions"] for row in found["rows"]) == found["partitions"] == 40
-
-    @given(st.lists(st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=3, max_size=3), min_size=1, max_size=8))
-    def test_no_partition_has_two_owners_and_the_last_one_is_right(self, assignments):
-        """Each assignment gives three partitions to workers, or to nobody."""
-        memories = {name: Memory(START) for name in "abc"}
-        for moment, owners in enumerate(assignments):
-            group = {name: [number for number, owner in enumerate(owners) if owner == name] for name in "abc"}
-            for name, memory in memories.items():
-                memory.look(pulses(group[name]), peers(name, **group), START + moment * 1_000)
-        now_ms = START + len(assignments) * 1_000
-        found = merged([told(memory, name, now_ms) for name, memory in memories.items()], now_ms)
-        rows = {row["label"]: row["spans"] for row in found["rows"]}
-        for number, owner in enumerate(assignments[-1]):
-            spans = rows.get(f"orders/{number}", [])
-            assert all(one["to_ms"] <= two["from_ms"] for one, two in pairwise(spans))
-            assert [span["worker"] for span in spans if span["to_ms"] == now_ms] == ([] if owner is None else [owner])
 
     def test_memory_is_bounded_and_what_is_older_than_an_hour_is_forgotten(self):
         memory = Memory(START)

@@ -16,7 +16,7 @@ from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ORDERS = (ROOT / "topologies" / "orders.yaml").read_text(encoding="utf-8")
 INGESTS = [
     (ROOT / "topologies" / f"{name}.yaml").read_text(encoding="utf-8")
