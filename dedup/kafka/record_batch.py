@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat, takewhile
 from operator import attrgetter, itemgetter, length_hint
 from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
@@ -17,7 +17,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
-from aiokafka.errors import CorruptRecordException
+from aiokafka.errors import CorruptRecordException, UnsupportedCodecError
+from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
 from aiokafka.record.default_records import (
     DefaultRecordBatchBuilder,
     _DefaultRecordBatchBuilderPy,
@@ -36,6 +37,8 @@ SEQUENCES: Final = 1 << 31
 """The number of sequence numbers per partition. After the last sequence number, a producer starts from 0 again."""
 NO_EPOCH: Final = -1
 """The value that stands for an unknown leader epoch (KIP-320)."""
+NO_TIMESTAMP: Final = -1
+"""The timestamp of a record that has none."""
 GC_THRESHOLD: Final = 100_000
 """The number of allocations between collections of the youngest generation (`gc.set_threshold`). A process that reads
 many batches sets this high threshold, because batches create many objects but no reference cycles.
@@ -186,7 +189,12 @@ def fill(
     batches: list[RecordBatch] = []
     at, count = 0, len(lines.rows)
     while at < count:
-        part = slice(at, count if most_rows is None else at + most_rows)
+        most = count if most_rows is None else at + most_rows
+        if lines.timestamps_ms[at] == NO_TIMESTAMP:
+            # aiokafka's builder would take the next record's timestamp for the first record, too.
+            untimed = takewhile(NO_TIMESTAMP.__eq__, islice(lines.timestamps_ms, at, most))
+            most = at + sum(1 for _ in untimed)
+        part = slice(at, most)
         times_ms, keys, values, headers = (
             lines.timestamps_ms[part],
             lines.keys[part],
@@ -500,7 +508,8 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
             end = begin + _BATCH_START.size + length
             quick = magic == MAGIC and _QUICK_CRC
             if not (_is_intact(self._raw, begin, end) if quick else batch.validate_crc()):
-                raise CorruptRecordException(f"the batch at offset {batch.base_offset} has a wrong checksum")
+                offset, _ = _BATCH_START.unpack_from(self._raw, begin)
+                raise CorruptRecordException(f"the batch at offset {offset} has a wrong checksum")
             if batch.producer_id is not None:
                 self._consume_aborted_up_to(batch.base_offset)
                 if batch.is_control_batch and self._contains_abort_marker(batch):
@@ -509,6 +518,11 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
             if not batch.is_control_batch and not aborted:
                 yield batch
             self.next_fetch_offset = batch.next_offset
+
+    def _contains_abort_marker(self, next_batch: Any) -> bool:  # noqa: ANN401  # untyped base
+        # The log cleaner keeps the last batch of an active producer without its records, also if that is a marker.
+        marker = next(next_batch, None)
+        return marker is not None and ControlRecord.parse(marker.key) == ABORT_MARKER
 
 
 def _is_intact(raw: bytes, begin: int, end: int) -> bool:
@@ -522,7 +536,7 @@ def columns_of(
 ) -> tuple[Columns, int]:
     """Return the committed records at or after an offset, and the next offset to read.
 
-    Raises DedupError if a batch is damaged.
+    Raises DedupError if a batch is damaged or has an unknown compression.
     """
     try:
         return _columns_of(source, raw, aborted, position)
@@ -531,6 +545,11 @@ def columns_of(
             f"{source}: {error.args[0]}. The broker's copy of it is damaged, or it was damaged on the way. Nothing of "
             f"the batch was read. Start again; if the error remains, let a broker whose replica is intact lead the "
             f"partition. If none is intact, the batch is lost; `dedup reset --to` a time after the batch starts over."
+        ) from error
+    except UnsupportedCodecError as error:
+        raise DedupError(
+            f"{source}: a batch is compressed in a way that dedup cannot read: {error}. Nothing of the batch was read. "
+            f"Start at a time after the batch with `dedup reset --to`, or copy the topic with other compression."
         ) from error
 
 
@@ -547,10 +566,13 @@ def _columns_of(
             found.odd_names |= odd
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-        if records and not batch.timestamp_type:
+        if records and not records[0].timestamp_type:
             found.created.append((records[0].offset, records[-1].offset))
         found.offsets.extend(_offsets(records))
-        found.timestamps_ms.extend(map(_TIMESTAMP, records))
+        if records and records[0].timestamp is None:  # message format v0, before Kafka 0.10
+            found.timestamps_ms.extend(repeat(NO_TIMESTAMP, len(records)))
+        else:
+            found.timestamps_ms.extend(map(_TIMESTAMP, records))
         found.keys.extend(map(_KEY, records))
         found.values.extend(map(_VALUE, records))
         # Usually, no record has headers. aiokafka creates an empty list for each record, and all these lists would stay

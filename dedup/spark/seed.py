@@ -286,7 +286,8 @@ def _marks(
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
     """Seed the partitions that have sightings. Map each partition to whether an earlier run had already finished it."""
-    placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition")
+    # Earlier segments come first in the keys, too, as `sighting_batches` explains.
+    placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition", "key")
     try:
         with translated_errors():
             reports = placed.mapInArrow(partial(_write_partitions, plan), from_arrow_schema(_WRITTEN)).collect()

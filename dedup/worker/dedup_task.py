@@ -240,7 +240,11 @@ def sighting_batches(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return record batches for the changelog; ``writes`` maps each segment to the IDs and their encoded sightings."""
+    """Return record batches for the changelog; ``writes`` maps each segment to the IDs and their encoded sightings.
+
+    Earlier segments come first. A reader whose segments are wider merges a sighting of a later segment into the segment
+    in which the ID's earlier sightings are, but a record of that segment replaces what the reader has there.
+    """
     if len(writes) == 1 and len(next(iter(writes.values()))) >= _IN_COLUMNS_FROM:
         # In the usual case of one segment and IDs of equal length, the sightings can be arranged in columns.
         ((segment, part),) = writes.items()
@@ -255,8 +259,9 @@ def sighting_batches(
         )
         if batch is not None:
             return [batch]
-    keys = [key for segment, part in writes.items() for key in map(segment_prefix(segment).__add__, part)]
-    values = [value for part in writes.values() for value in part.values()]
+    parts = sorted(writes.items(), key=itemgetter(0))
+    keys = [key for segment, part in parts for key in map(segment_prefix(segment).__add__, part)]
+    values = [value for _, part in parts for value in part.values()]
     lines: Iterator[Line] = zip(repeat(OWN_ROW), repeat(now_ms), keys, values, repeat([]), strict=False)
     return fill(changelog, lines, compression=compression, most_bytes=most_bytes)
 

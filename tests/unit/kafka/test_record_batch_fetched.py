@@ -1,13 +1,16 @@
 """Header names that are not UTF-8: one such record must not take its batch, or the worker, with it."""
 
 import gc
+import struct
 import weakref
+import zlib
 
 import pytest
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatch
+from aiokafka.record.legacy_records import LegacyRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dedup.core.event_time import RecordTime
@@ -16,7 +19,7 @@ from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.tracking_id import FieldRule, TrackingId, parse_path
 from dedup.errors import DedupError
 from dedup.kafka import record_batch
-from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
+from dedup.kafka.record_batch import FeedBatch, ProducerIdentity, TopicPartition, columns_of, fill, records_of
 from dedup.metrics import TaskNumbers
 from dedup.worker.record_collector import Limits, RecordCollector, Refusals, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
@@ -161,3 +164,56 @@ def test_the_type_of_the_timestamps_is_the_batchs():
     stamped[17:21] = calc_crc32c(bytes(stamped[21:])).to_bytes(4, "big")
     found, _ = columns_of(FEED, bytes(stamped) + batch(ROWS[:1], base_offset=1), [], 0)
     assert found.created == [(1, 1)]
+
+
+@pytest.mark.parametrize(("magic", "compression"), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 3)])
+def test_records_in_the_formats_before_kafka_0_11_are_read(magic, compression):
+    """Was: a worker ended with AttributeError, at each start again."""
+    builder = LegacyRecordBatchBuilder(magic=magic, compression_type=compression, batch_size=1 << 16)
+    for offset in range(3):
+        builder.append(offset, timestamp=1_000 + offset if magic else None, key=b"k", value=b"%d" % offset)
+    raw = bytearray(builder.build())
+    if compression:
+        struct.pack_into(">q", raw, 0, 2)  # as a broker does: a message with others inside has the offset of the last
+    found, position = columns_of(FEED, bytes(raw), [], 1)
+    assert (found.offsets, found.keys, found.values, position) == ([1, 2], [b"k", b"k"], [b"1", b"2"], 3)
+    assert found.timestamps_ms == ([1_001, 1_002] if magic else [-1, -1])
+    assert list(map(list, found.headers)) == [[], []]
+    assert {offset for first, last in found.created for offset in range(first, last + 1)} == {1, 2}
+
+
+def test_lz4_as_it_was_before_kafka_0_10_is_refused():
+    builder = LegacyRecordBatchBuilder(magic=1, compression_type=3, batch_size=1 << 16)
+    builder.append(0, timestamp=1, key=b"k", value=b"value")
+    raw = builder.build()
+    raw[16:26] = bytes([0, 3])  # format v0 has no timestamp
+    struct.pack_into(">i", raw, 8, len(raw) - 12)
+    struct.pack_into(">I", raw, 12, zlib.crc32(raw[16:]))
+    with pytest.raises(DedupError, match=r"in/0: a batch is compressed in a way that dedup cannot read: .* Start at a"):
+        columns_of(FEED, bytes(raw), [], 0)
+
+
+def test_a_damaged_record_of_an_early_format_is_told():
+    builder = LegacyRecordBatchBuilder(magic=1, compression_type=0, batch_size=1 << 16)
+    builder.append(0, timestamp=1, key=b"k", value=b"value")
+    with pytest.raises(DedupError, match="the batch at offset 0 has a wrong checksum"):
+        columns_of(FEED, bytes(builder.build())[:-1] + b"X", [], 0)
+
+
+@pytest.mark.parametrize("attributes", [0x10, 0x30], ids=["data", "marker"])
+def test_a_batch_that_the_log_cleaner_has_emptied_is_passed_over(attributes):
+    """Was: an emptied marker ended a worker with a KafkaError, at each start again."""
+    body = struct.pack(">hiqqqhii", attributes, 0, 1_000, 1_000, 5, 1, -1, 0)
+    emptied = struct.pack(">qiibI", 7, 49, 0, 2, calc_crc32c(body)) + body
+    found, position = columns_of(FEED, emptied + batch(ROWS[:1], base_offset=8), [(5, 3)], 7)
+    assert (found.offsets, position) == ([8], 9)
+
+
+@given(st.lists(st.sampled_from([-1, 0, 1_000, 5_000]), min_size=1, max_size=8), st.sampled_from([None, 1, 3]))
+@example([-1, 1_000], None)
+def test_a_record_without_a_timestamp_does_not_get_that_of_the_next_one(times_ms, most_rows):
+    lines = [(offset, time_ms, None, b"v", []) for offset, time_ms in enumerate(times_ms)]
+    made = fill(FEED, lines, compression="none", most_rows=most_rows)
+    assert [row for each in made for row in each.rows] == list(range(len(times_ms)))
+    found = [columns_of(FEED, each.sealed(ProducerIdentity(1, 1), 0), [], 0)[0] for each in made]
+    assert [time_ms for each in found for time_ms in each.timestamps_ms] == times_ms

@@ -86,13 +86,20 @@ async def judged_under(window: Window, cluster: Cluster, time_ms: int, offset: i
 
     Returns the topic, key, and value of each record that was sent.
     """
+    return await all_judged_under(window, cluster, [(b"x", time_ms)], offset)
+
+
+async def all_judged_under(
+    window: Window, cluster: Cluster, rows: list[tuple[bytes, int]], offset: int
+) -> list[tuple[str, bytes, bytes]]:
+    """Do the same with several records, which arrive in one batch."""
     wire = DirectWire(cluster)
     collector = RecordCollector(ROUTES, 0, Limits({}, StoppedClock().now_ms, wire))
     plan = plan_of(EXTRACTOR, Rules(window))
     task = DedupTask(plan, wire, Keeping(MemoryStore), collector, StoppedClock(), TaskNumbers())
     await task.restore(None, own=False)
     sent = []
-    for made in task.judge(batch([(b"x", time_ms)], offset), Refusals()):
+    for made in task.judge(batch(rows, offset), Refusals()):
         whole = MemoryRecords(made.sealed(ProducerIdentity(1, 1), 0)).next_batch()
         sent += [(made.target.topic, record.key, record.value) for record in whole]
     record = TaskRecord(b"f" * 16, 85, (FeedTime(0, 0, 85, idle=False),), offset + 1, window.segment_ms, 0)
@@ -120,3 +127,16 @@ async def test_a_record_written_under_another_width_replaces_no_sighting_in_the_
     apply_changelog(store, windows[-1], collect(list(compacted), list(compacted.values())), partition.stable_end)
     found = {seen.last_ms for _, _, value in store.sightings() for seen in decode_sightings(value)}
     assert found == set(times_ms)
+
+
+async def test_a_wider_reader_loses_no_sighting_of_a_batch_wherever_its_fetches_are_cut():
+    """Was: a batch wrote a later segment before an earlier one, whose record then replaced the merged sightings."""
+    rows = [(b"y", 55), (b"x", 49), (b"x", 70)]
+    sent = await all_judged_under(NARROW, Cluster(), rows, 0)
+    store = MemoryStore()
+    written = [(key, value) for topic, key, value in sent if topic == PARTITION.topic]
+    for offset, (key, value) in enumerate(written):
+        apply_changelog(store, WIDE, collect([key], [value]), offset + 1)
+    found = {(key[1:], seen.last_ms) for _, key, value in store.sightings() for seen in decode_sightings(value)}
+    assert len(written) == 3
+    assert found == set(rows)
