@@ -45,7 +45,7 @@ from dedup.store.changelog import (
 )
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
-from dedup.worker.offsets import Start, first_offset
+from dedup.worker.offsets import Start, kept_first_offset
 from dedup.worker.record_collector import (
     IDLE,
     SOURCE,
@@ -289,6 +289,8 @@ class DedupPlan:
     """Kafka's ID of the feeding topic, which distinguishes it from a recreated topic of the same name."""
     logged: set[Hashable] = field(default_factory=set)
     """The messages that have already been logged. All tasks of the worker share this set."""
+    begun: dict[TopicPartition, int] = field(default_factory=dict)
+    """The first offsets of partitions without a commit; see `kept_first_offset`. All tasks of the worker share them."""
     by_arrival: bool = False
     """True if the task reads the source topic directly and must stop at a record without an append time."""
     ids_passed_on: bool = False
@@ -374,7 +376,7 @@ class DedupTask(TaskWork):
         if record is None:
             if committed is None:
                 # Even if the store's position is above 0, no state is lost, because the first transaction was aborted.
-                return await first_offset(self._wire, plan.feeding, plan.start)
+                return await kept_first_offset(self._wire, plan.feeding, plan.start, plan.begun)
             raise StateIncompatible(
                 f"{plan.changelog} holds no task record, although the group has "
                 f"judged records of {plan.feeding} up to offset {committed}: the changelog was "

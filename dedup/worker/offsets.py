@@ -132,6 +132,20 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
             assert_never(never)
 
 
+async def kept_first_offset(wire: Wire, feeding: TopicPartition, start: Start, begun: dict[TopicPartition, int]) -> int:
+    """Return the partition's offset in ``begun`` or, if there is none, `first_offset`.
+
+    Unless ``start`` is ``earliest``, ``begun`` contains the offset afterward: a task that is built again because its
+    first commit got no response must not skip the records that have arrived in the meantime.
+    """
+    if feeding in begun:
+        return begun[feeding]
+    offset = await first_offset(wire, feeding, start)
+    if start != "earliest":
+        begun[feeding] = offset
+    return offset
+
+
 async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: int) -> FetchedRecord | None:
     """Return the first record in a range of offsets, or None if the range contains only markers and aborted records."""
     while begin < end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dedup.core.extract import Extract, Extracted, Fault
@@ -15,7 +15,7 @@ from dedup.core.window import Feed
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
-from dedup.worker.offsets import Start, first_offset
+from dedup.worker.offsets import Start, kept_first_offset
 from dedup.worker.record_collector import (
     IDLE,
     SOURCE,
@@ -42,6 +42,8 @@ class RepartitionPlan:
     start: Start
     by_arrival: bool = False
     """True if the task must stop at a record without an append time."""
+    begun: dict[TopicPartition, int] = field(default_factory=dict)
+    """The first offsets of partitions without a commit; see `kept_first_offset`. All tasks of the worker share them."""
     passes_ids_on: bool = False
     """True if the task adds the header `EXTRACTED`, because a user's function returned the IDs."""
 
@@ -68,7 +70,7 @@ class RepartitionTask(TaskWork):
         if committed is not None:
             return committed
         await self._refuse_lost()
-        return await first_offset(self._wire, self._plan.feeding, self._plan.start)
+        return await kept_first_offset(self._wire, self._plan.feeding, self._plan.start, self._plan.begun)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """Return the records, batched by their IDs' partitions. Each record gets a header with its source position."""

@@ -578,6 +578,8 @@ class Standbys:
             return await truncated_to(self.wire, changelog, position, store.task_record, refused)
         if fetched.next_offset > position:
             async with self._turn:
+                if not self._is_own(changelog.partition):
+                    return position  # a client has swallowed the cancellation, and the store may belong to a task now
                 began_s = time.monotonic()
                 apply_changelog(store, self.window, collect(fetched.keys, fetched.values), fetched.next_offset)
                 if store.task_record is not None:

@@ -113,6 +113,8 @@ class TaskFactory:
     """Fetches checkpoints, or None if the settings name no checkpoint URL."""
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
+    begun: dict[TopicPartition, int] = field(init=False, default_factory=dict)
+    """The offsets at which tasks began that found no commit of the group."""
     check: TopicCheck = field(init=False)
     """Checks that the topics that tasks read were not deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
@@ -287,6 +289,7 @@ class TaskFactory:
             compression=self.settings.topics.compression,
             feeding_topic_id=topic.topic_id,
             logged=self.logged,
+            begun=self.begun,
             by_arrival=topology.by_arrival and topology.direct,
             partitions=topic.partitions if topology.direct else 1,
         )
@@ -302,6 +305,7 @@ class TaskFactory:
             topic=source.topics.index(feeding.topic),
             # `latest` would skip the records that producers sent to a new partition before a worker noticed it.
             start="earliest" if self.cluster.is_new(feeding) else source.start,
+            begun=self.begun,
             by_arrival=topology.by_arrival,
             passes_ids_on=topology.passes_ids_on,
         )

@@ -15,6 +15,8 @@ from dedup.topology.parse import parse
 from dedup.worker.task import SteadyClock
 from dedup.worker.task_factory import IdFunctions, TaskFactory
 from dedup.worker.topics import Cluster
+from tests.simulation import cluster as simulated
+from tests.simulation.direct import DirectWire
 
 TEXT = """
 dedup: 1
@@ -74,3 +76,30 @@ def test_an_id_function_that_is_too_slow_twice_stops_the_worker():
 def test_a_rule_without_a_function_has_no_limit():
     extractor, _, (first, _) = limited(KeyRule(), -1.0)
     assert first is extractor
+
+
+class Wire(DirectWire):
+    """The simulated cluster; its topics stay."""
+
+    def pin(self, topic_ids):
+        """Look no topic up by name."""
+
+
+@pytest.mark.parametrize("partitioned_by", [", partitioned_by: tracking_id", ""])
+async def test_a_task_that_is_built_again_before_its_first_commit_skips_no_record(tmp_path, partitioned_by):
+    """Was: with `start: latest`, records that arrived while the first commit got no response were never judged."""
+    text = (
+        TEXT.format(guard="1h").replace(", partitioned_by: tracking_id", f"{partitioned_by}, start: latest")
+        + "transactions: {partitions: 1}\n"
+    )
+    feeding, logs = TopicPartition("in", 0), simulated.Cluster()
+    topics = ("in", "t.changelog", "t.repartition", "out", "out.late", "out.dead-letter", "t.layout")
+    wire = Wire(logs)
+    cluster = Cluster({name: Topic(name, now.topic_id, 1) for name, now in (await wire.topics(topics)).items()})
+    settings = Settings(brokers=("127.0.0.1:1",), state_dir=tmp_path)
+    factory = TaskFactory(parse(text, name="t.yaml"), settings, cluster, wire, SteadyClock(), None)
+    offsets = []
+    for _ in range(2):
+        logs.append_plain(feeding, [simulated.Record(0, 1, b"k", b"v", ())])
+        offsets.append(await factory.build((feeding,)).tasks[feeding].start())
+    assert offsets == [1, 1]
