@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dedup.connect import dead_letter_producer
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord, _Partition
 from dedup.errors import BrokerUnavailable, CommitUnknown, ProducerForgotten
 from dedup.kafka.topic_admin import Topic
@@ -130,8 +131,11 @@ class Leaderless:
 
 @pytest.mark.parametrize("partition_is_read", [False, True])
 @pytest.mark.parametrize("starts", [False, True])
-async def test_a_stop_is_heard_while_the_leader_of_the_dead_letters_that_were_sent_is_gone(starts, partition_is_read):
+async def test_a_stop_is_heard_while_the_leader_of_the_dead_letters_that_were_sent_is_gone(
+    starts, partition_is_read, monkeypatch
+):
     """Was: the sink asked for the leader without an end, whatever signal arrived."""
+    monkeypatch.setattr(dead_letter_producer, "_STOP_WITHIN_S", 0.1)
 
     class Unanswered(Session):
         async def commit(self, _offsets):

@@ -11,6 +11,7 @@ import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaConnectionError
 
+from dedup.kafka import outage_lines
 from dedup.kafka.outage_lines import (
     ASIDE,
     AWAY,
@@ -136,7 +137,10 @@ def test_what_the_real_client_logs_of_a_broker_that_is_away_is_logged_once_by_ev
     assert ' WARNING a broker does not answer, dedup tries again: Unable connect to "127.0.0.1:1"' in line
 
 
-def test_what_comes_within_a_second_is_gathered():
+def test_what_comes_within_a_second_is_gathered(monkeypatch):
+    assert outage_lines._GATHERED_FOR_S == 1.0
+    monkeypatch.setattr(outage_lines, "_GATHERED_FOR_S", 0.1)
+
     async def gathered() -> list[dict[str, int]]:
         said: list[dict[str, int]] = []
         over = asyncio.Event()

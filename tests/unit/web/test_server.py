@@ -18,6 +18,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import Fetched, NoAnswer, TopicNow
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Secret, Web
+from dedup.web import server
 from dedup.web.server import WebServer
 from dedup.worker.introspection import Introspection
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
@@ -171,8 +172,10 @@ async def test_an_id_may_be_a_step_that_browsers_remove_from_a_path():
             assert (code, json.loads(told)) == (400, {"error": "ID: is empty; name the ID to look up"})
 
 
-async def test_a_reader_that_no_longer_reads_does_not_keep_a_worker_from_stopping():
+async def test_a_reader_that_no_longer_reads_does_not_keep_a_worker_from_stopping(monkeypatch):
     """Was: 120 s, which is longer than the grace of most supervisors."""
+    assert server._CLOSE_S <= 1.0
+    monkeypatch.setattr(server, "_CLOSE_S", 0.1)
     worker = Worker()
     worker.metrics = lambda: b"x" * (64 << 20)  # more than the kernel keeps for a reader
     async with asyncio.timeout(30):
