@@ -83,10 +83,15 @@ def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         return value
     if not value:
         raise ValueError(_NO_DIRECTORY)  # Path("") would be the current directory
+    return Path(_expanded(value))
+
+
+def _expanded(path: str) -> str:
+    """Return a path with ``~`` replaced by the home directory. Raises ValueError if the user is unknown."""
     try:
-        return Path(value).expanduser()
+        return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
-        raise ValueError(f'"{value}" names the home directory of an unknown user; write the whole path') from None
+        raise ValueError(f'"{path}" names the home directory of an unknown user; write the whole path') from None
 
 
 def _place(text: str) -> str:
@@ -94,7 +99,7 @@ def _place(text: str) -> str:
         raise ValueError(f'"{text}" is not a location; write a directory, or a URL such as s3://bucket/path')
     if _WITH_PASSWORD.fullmatch(text):
         raise ValueError("contains a password; leave it out, and pass it in the variables of the storage's own library")
-    return text
+    return _expanded(text)
 
 
 def _can_be_split(url: str) -> bool:
@@ -132,6 +137,11 @@ _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:po
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
+# An empty text, for example of an empty variable, must not mean "not set": other CAs would be trusted.
+_User = Annotated[str, accepting(str.strip, "is empty; write a user, or leave it out")]
+_File = Annotated[str, accepting(str.strip, "is empty; write a file, or leave it out"), AfterValidator(_expanded)]
+
+
 class Secret(SecretStr):
     """A string that is hidden in reprs and log lines, and that cannot be pickled."""
 
@@ -149,15 +159,15 @@ class Security(Keys):
     """Security protocol. With SSL, host names are always verified."""
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
     """SASL mechanism, which is required with SASL_PLAINTEXT and SASL_SSL."""
-    username: str | None = None
+    username: _User | None = None
     """SASL user."""
     password: _SecretText | None = None
     """SASL password or OAUTHBEARER token, written as ${env:NAME} or ${file:PATH}."""
-    ca_file: str | None = None
+    ca_file: _File | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    cert_file: str | None = None
+    cert_file: _File | None = None
     """File of the client certificate (PEM) for mutual TLS."""
-    key_file: str | None = None
+    key_file: _File | None = None
     """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
     """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
@@ -172,9 +182,9 @@ class RegistrySection(Keys):
     """User for basic authentication."""
     password: _SecretText | None = None
     """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
-    ca_file: str | None = None
+    ca_file: _File | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    directory: Annotated[str, accepting(bool, _NO_DIRECTORY)] | None = None
+    directory: Annotated[str, accepting(str.strip, _NO_DIRECTORY), AfterValidator(_expanded)] | None = None
     """Directory with schemas from `dedup schemas export`, which dedup reads before it asks the registry. Without `url`,
     dedup knows only these schemas."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"

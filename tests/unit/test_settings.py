@@ -450,3 +450,39 @@ def test_a_bearer_token_that_no_header_can_carry_is_named_at_the_start(token):
     assert token not in found
     assert load(f"{registry}, username: u}}", TOKEN=token)
     assert load(f"{registry}}}", TOKEN="abc.DEF-123_~+/=")
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+@pytest.mark.parametrize(
+    ("section", "key", "what"),
+    [
+        ("security: {protocol: SSL", "ca_file", "file"),
+        ("security: {protocol: SSL, key_file: /k", "cert_file", "file"),
+        ("security: {protocol: SSL, cert_file: /c", "key_file", "file"),
+        ("security: {protocol: SASL_SSL, mechanism: PLAIN, password: '${env:P}'", "username", "user"),
+        ("schema_registry: {url: 'https://r'", "ca_file", "file"),
+        ("schema_registry: {url: 'https://r'", "directory", "directory"),
+    ],
+)
+def test_an_empty_variable_is_not_a_setting_that_is_left_out(section, key, what, empty):
+    """Was: the system's CAs were trusted instead of the one that `${env:CA}` was meant to name."""
+    text = f"brokers: [a:1]\n{section}, {key}: '${{env:V}}'}}"
+    found = problems(text, V=empty, P="secret")
+    assert len(found) == 1
+    assert f"{section.split(':')[0]}.{key}: is empty; write a {what}, or leave it out" in found[0]
+
+
+def test_every_path_may_begin_with_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    text = (
+        "brokers: [a:1]\nstate_dir: ~/s\nstate: {checkpoint: ~/c}\n"
+        "security: {protocol: SSL, ca_file: ~/ca, cert_file: ~/cert, key_file: ~/key}\n"
+        "schema_registry: {url: 'https://r', ca_file: ~/ca, directory: ~/d}\n"
+    )
+    made = load(text)
+    security, registry = made.security, made.schema_registry
+    found = [str(made.state_dir), made.state.checkpoint, security.ca_file, security.cert_file, security.key_file]
+    assert [*found, registry.ca_file, registry.directory] == [
+        f"/home/ann/{name}" for name in ("s", "c", "ca", "cert", "key", "ca", "d")
+    ]
+    assert "unknown user; write the whole path" in problems(text.replace("~/ca", "~nobody-here/ca"))[0]
