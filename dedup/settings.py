@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
@@ -60,6 +61,11 @@ _WEB_TOKEN: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
+_QUOTED: Final = re.compile(r'"[^"]*"')
+_FIRST_TO_LAST: Final = re.compile(r'".*"', re.DOTALL)
+"""Matches all quotations at once, because the end of one that contains quotation marks cannot be found."""
+_PIECE: Final = 4
+"""So many characters of a value that may be secret are not shown, not even without the rest."""
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
@@ -429,9 +435,12 @@ def _put(document: Document, at: At, text: str, place: str) -> None:
     document.put(at, parsed.value if plain else text, place)
 
 
-def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
-    """Replace references with their values, and return a mapping from these values to the references."""
-    references: dict[str, str] = {}
+def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Replace references with their values.
+
+    Returns, for the place of each setting that contains references, a mapping from these values to the references.
+    """
+    references: dict[str, dict[str, str]] = {}
 
     def value_of(match: re.Match[str], at: At) -> str:
         try:
@@ -441,7 +450,7 @@ def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
         except ValueError as error:
             document.problems.append(Problem(document.place(at), f"{dotted(at)}: {error}"))
             return ""
-        references[found] = match[0]
+        references.setdefault(document.place(at), {})[found] = match[0]
         return found
 
     def resolved(value: Any, at: At) -> Any:  # noqa: ANN401 - any plain value
@@ -490,14 +499,27 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
             raise ValueError(f'"${{{other}:...}}" is unknown; write "${{env:NAME}}" or "${{file:PATH}}"')
 
 
-def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
+def _worded(problem: Problem, resolved: Mapping[str, Mapping[str, str]]) -> Problem:
+    """Return a problem with the references that are written at its place instead of their values, which may be secret.
+
+    Values are shown only in quotes and at their own place. Replacing them elsewhere would garble the message's own
+    words, and so would show which letters a value consists of.
+    """
     text = problem.text
-    for value, reference in resolved.items():
-        if value:
-            text = text.replace(value, reference)
+    values = resolved.get(problem.place, {})
+    for value in sorted(filter(None, values), key=len, reverse=True):
+        quotation = _FIRST_TO_LAST if '"' in value else _QUOTED
+        text = quotation.sub(partial(_without, value, values[value]), text)
     if text == 'the key "brokers" is missing':
         text += "; write `brokers: [host:9092]` into a config file, or --set brokers=host:9092, or DEDUP_BROKERS"
     return Problem(problem.place, text)
+
+
+def _without(value: str, reference: str, quoted: re.Match[str]) -> str:
+    """Return a quotation with a reference instead of its value, or instead of everything if it has a part of it."""
+    text = quoted[0].replace(value, reference)
+    pieces = (value[at : at + _PIECE] for at in range(len(value) - _PIECE + 1))
+    return f'"{reference}"' if any(piece in text.replace(reference, "") for piece in pieces) else text
 
 
 def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]:

@@ -386,6 +386,34 @@ class TestSecrets:
         assert CANARY not in "".join(said)
         assert "${env:PW}" in "".join(said)
 
+    @pytest.mark.parametrize("value", ["m", "a", "is", "write", "interval", "must be", 'a"b', "must"])
+    def test_a_value_is_replaced_only_where_it_is_written(self, value):
+        """Was: `co${env:H}${env:H}it_interval`, which shows which letters the value consists of."""
+        text = "brokers: [a:1]\nweb: {host: 127.0.0.1, port: 99999}\ncommit_interval: 90s\nlog: {level: '${env:H}'}\n"
+        said = problems(text + "worker_id: '-/${env:H}'", H=value)
+        assert [line.split(": ", 1)[1] for line in said] == [
+            'web.port: "99999" must be 0 to 65535',
+            'commit_interval: "90s" must be 1ms to 60s',
+            'log.level: "${env:H}" is not one of debug | info | warning | error',
+            (
+                'worker_id: "-/${env:H}" is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not '
+                'start with "."'
+            ),
+        ]
+
+    @pytest.mark.parametrize(
+        "value", [f"7{CANARY}", f"31337 {CANARY}", f'{CANARY}" x', "8374628374", "83746283 s", 'one","other"']
+    )
+    def test_no_message_shows_a_part_of_it(self, value):
+        """Was: the unit of `7canary` was shown as an unknown unit."""
+        text = (
+            "brokers: ['${env:PW},x${env:PW}']\ncommit_interval: '${env:PW}'\nweb: {port: '${env:PW}', host: ''}\n"
+            "schema_registry: {url: 'http://${env:PW}@h'}\nstate: {checkpoint: 's3://u:${env:PW}@b'}\n"
+        )
+        said = "\n".join(problems(text, PW=value))
+        assert "commit_interval: " in said
+        assert not [at for at in range(len(value) - 3) if value[at : at + 4] in said]
+
     def test_no_chained_error_shows_it(self):
         with pytest.raises(SettingsError) as caught:
             load('brokers: ["${env:PW}"]', PW=CANARY)

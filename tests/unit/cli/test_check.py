@@ -305,7 +305,10 @@ class TestTry:
         ("line", "says"),
         [
             ('{"value":{"id":"a"},"timestamp_ms":1}', 'unknown member "timestamp_ms"; did you mean "timestamp"?'),
-            ('{"topic":"in","partition":0,"offset":7,"ts":1,"key":null,"payload":"1"}', 'unknown member "ts"; the valid'),
+            (
+                '{"topic":"in","partition":0,"offset":7,"ts":1,"key":null,"payload":"1"}',
+                'unknown member "ts"; the valid',
+            ),
         ],
     )
     def test_an_envelope_with_an_unknown_member_is_refused(self, tmp_path, line, says):
