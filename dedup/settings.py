@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from ipaddress import ip_address
@@ -333,12 +334,11 @@ def load_settings(
     If ``path`` is None, the config file is `config/local.yaml`, which need not exist. An override is a string such as
     ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the process environment.
 
-    Raises SettingsError, listing every problem, if any setting is invalid.
+    Raises SettingsError, listing every problem, if any setting is invalid, and also if it cannot be found out whether
+    `config/local.yaml` exists, because that file may contain settings that must not be ignored.
     """
-    path = None if path is None else Path(path)
+    path = _default_config() if path is None else Path(path)
     environ = os.environ if environ is None else environ
-    if path is None and _DEFAULT_CONFIG.is_file():
-        path = _DEFAULT_CONFIG
     if path is None:
         document = Document("the settings", {})
     else:
@@ -361,6 +361,17 @@ def load_settings(
     if problems or settings is None:
         raise SettingsError(in_order(problems))
     return settings
+
+
+def _default_config() -> Path | None:
+    try:
+        mode = _DEFAULT_CONFIG.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        text = f"cannot be read: {error.strerror}; correct its permissions, or name a config file with --config"
+        raise SettingsError([Problem(str(_DEFAULT_CONFIG), text)]) from error
+    return _DEFAULT_CONFIG if stat.S_ISREG(mode) else None
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:

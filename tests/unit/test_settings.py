@@ -327,6 +327,28 @@ def test_a_file_that_is_not_there():
         load_settings(Path("nope.yaml"), [], {})
 
 
+def test_a_default_file_that_cannot_be_looked_for_is_named(monkeypatch):
+    """Was: a traceback, also if DEDUP_BROKERS was set."""
+
+    def refused(_path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refused)
+        with pytest.raises(SettingsError) as caught:
+            load_settings(None, (), {"DEDUP_BROKERS": "a:1"})
+    assert str(caught.value).startswith("config/local.yaml: cannot be read: Permission denied; ")
+
+
+@pytest.mark.parametrize("there", ["a file", "a directory", "nothing"])
+def test_a_default_file_need_not_be_there(there):
+    if there == "a file":
+        Path("config").touch()
+    elif there == "a directory":
+        Path("config/local.yaml").mkdir(parents=True)
+    assert load_settings(None, (), {"DEDUP_BROKERS": "a:1"}).brokers == ("a:1",)
+
+
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "c").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not UTF-8 at byte 0; save it as UTF-8"):
