@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
@@ -60,6 +62,11 @@ _WEB_TOKEN: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
+_QUOTED: Final = re.compile(r'"[^"]*"')
+_FIRST_TO_LAST: Final = re.compile(r'".*"', re.DOTALL)
+"""Matches all quotations at once, because the end of one that contains quotation marks cannot be found."""
+_PIECE: Final = 4
+"""So many characters of a value that may be secret are not shown, not even without the rest."""
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
@@ -83,10 +90,15 @@ def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
         return value
     if not value:
         raise ValueError(_NO_DIRECTORY)  # Path("") would be the current directory
+    return Path(_expanded(value))
+
+
+def _expanded(path: str) -> str:
+    """Return a path with ``~`` replaced by the home directory. Raises ValueError if the user is unknown."""
     try:
-        return Path(value).expanduser()
+        return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:
-        raise ValueError(f'"{value}" names the home directory of an unknown user; write the whole path') from None
+        raise ValueError(f'"{path}" names the home directory of an unknown user; write the whole path') from None
 
 
 def _place(text: str) -> str:
@@ -94,7 +106,7 @@ def _place(text: str) -> str:
         raise ValueError(f'"{text}" is not a location; write a directory, or a URL such as s3://bucket/path')
     if _WITH_PASSWORD.fullmatch(text):
         raise ValueError("contains a password; leave it out, and pass it in the variables of the storage's own library")
-    return text
+    return _expanded(text)
 
 
 def _can_be_split(url: str) -> bool:
@@ -132,6 +144,11 @@ _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:po
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
+# An empty text, for example of an empty variable, must not mean "not set": other CAs would be trusted.
+_User = Annotated[str, accepting(str.strip, "is empty; write a user, or leave it out")]
+_File = Annotated[str, accepting(str.strip, "is empty; write a file, or leave it out"), AfterValidator(_expanded)]
+
+
 class Secret(SecretStr):
     """A string that is hidden in reprs and log lines, and that cannot be pickled."""
 
@@ -149,15 +166,15 @@ class Security(Keys):
     """Security protocol. With SSL, host names are always verified."""
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
     """SASL mechanism, which is required with SASL_PLAINTEXT and SASL_SSL."""
-    username: str | None = None
+    username: _User | None = None
     """SASL user."""
     password: _SecretText | None = None
     """SASL password or OAUTHBEARER token, written as ${env:NAME} or ${file:PATH}."""
-    ca_file: str | None = None
+    ca_file: _File | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    cert_file: str | None = None
+    cert_file: _File | None = None
     """File of the client certificate (PEM) for mutual TLS."""
-    key_file: str | None = None
+    key_file: _File | None = None
     """File of the client certificate's private key (PEM)."""
     key_password: _SecretText | None = None
     """Password of the private key, written as ${env:NAME} or ${file:PATH}."""
@@ -172,9 +189,9 @@ class RegistrySection(Keys):
     """User for basic authentication."""
     password: _SecretText | None = None
     """Password or, without a username, bearer token, written as ${env:NAME} or ${file:PATH}."""
-    ca_file: str | None = None
+    ca_file: _File | None = None
     """File of CA certificates to trust (PEM). Default: the system's certificates."""
-    directory: Annotated[str, accepting(bool, _NO_DIRECTORY)] | None = None
+    directory: Annotated[str, accepting(str.strip, _NO_DIRECTORY), AfterValidator(_expanded)] | None = None
     """Directory with schemas from `dedup schemas export`, which dedup reads before it asks the registry. Without `url`,
     dedup knows only these schemas."""
     schema_wait: Annotated[str, _between("0s", "10m"), _DURATION] = "30s"
@@ -317,12 +334,11 @@ def load_settings(
     If ``path`` is None, the config file is `config/local.yaml`, which need not exist. An override is a string such as
     ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the process environment.
 
-    Raises SettingsError, listing every problem, if any setting is invalid.
+    Raises SettingsError, listing every problem, if any setting is invalid, and also if it cannot be found out whether
+    `config/local.yaml` exists, because that file may contain settings that must not be ignored.
     """
-    path = None if path is None else Path(path)
+    path = _default_config() if path is None else Path(path)
     environ = os.environ if environ is None else environ
-    if path is None and _DEFAULT_CONFIG.is_file():
-        path = _DEFAULT_CONFIG
     if path is None:
         document = Document("the settings", {})
     else:
@@ -345,6 +361,17 @@ def load_settings(
     if problems or settings is None:
         raise SettingsError(in_order(problems))
     return settings
+
+
+def _default_config() -> Path | None:
+    try:
+        mode = _DEFAULT_CONFIG.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        text = f"cannot be read: {error.strerror}; correct its permissions, or name a config file with --config"
+        raise SettingsError([Problem(str(_DEFAULT_CONFIG), text)]) from error
+    return _DEFAULT_CONFIG if stat.S_ISREG(mode) else None
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -419,9 +446,12 @@ def _put(document: Document, at: At, text: str, place: str) -> None:
     document.put(at, parsed.value if plain else text, place)
 
 
-def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
-    """Replace references with their values, and return a mapping from these values to the references."""
-    references: dict[str, str] = {}
+def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Replace references with their values.
+
+    Returns, for the place of each setting that contains references, a mapping from these values to the references.
+    """
+    references: dict[str, dict[str, str]] = {}
 
     def value_of(match: re.Match[str], at: At) -> str:
         try:
@@ -431,7 +461,7 @@ def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
         except ValueError as error:
             document.problems.append(Problem(document.place(at), f"{dotted(at)}: {error}"))
             return ""
-        references[found] = match[0]
+        references.setdefault(document.place(at), {})[found] = match[0]
         return found
 
     def resolved(value: Any, at: At) -> Any:  # noqa: ANN401 - any plain value
@@ -480,14 +510,27 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
             raise ValueError(f'"${{{other}:...}}" is unknown; write "${{env:NAME}}" or "${{file:PATH}}"')
 
 
-def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
+def _worded(problem: Problem, resolved: Mapping[str, Mapping[str, str]]) -> Problem:
+    """Return a problem with the references that are written at its place instead of their values, which may be secret.
+
+    Values are shown only in quotes and at their own place. Replacing them elsewhere would garble the message's own
+    words, and so would show which letters a value consists of.
+    """
     text = problem.text
-    for value, reference in resolved.items():
-        if value:
-            text = text.replace(value, reference)
+    values = resolved.get(problem.place, {})
+    for value in sorted(filter(None, values), key=len, reverse=True):
+        quotation = _FIRST_TO_LAST if '"' in value else _QUOTED
+        text = quotation.sub(partial(_without, value, values[value]), text)
     if text == 'the key "brokers" is missing':
         text += "; write `brokers: [host:9092]` into a config file, or --set brokers=host:9092, or DEDUP_BROKERS"
     return Problem(problem.place, text)
+
+
+def _without(value: str, reference: str, quoted: re.Match[str]) -> str:
+    """Return a quotation with a reference instead of its value, or instead of everything if it has a part of it."""
+    text = quoted[0].replace(value, reference)
+    pieces = (value[at : at + _PIECE] for at in range(len(value) - _PIECE + 1))
+    return f'"{reference}"' if any(piece in text.replace(reference, "") for piece in pieces) else text
 
 
 def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]:

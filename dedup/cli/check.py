@@ -368,9 +368,10 @@ def try_records(
 
     FILE contains one JSON value per line. The command judges the lines in order, as the records of one partition. With
     --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}. For binary
-    formats such as Avro, write "value_base64" instead of "value", and "key_base64" instead of "key". With
-    `source.format: json_schema`, the command adds the framing to each JSON value; with `source.key_format:
-    json_schema`, it adds the framing to each key. With `source.format: csv`, each line is a row.
+    formats such as Avro, write "value_base64" instead of "value", and "key_base64" instead of "key". The members
+    "topic", "partition", and "offset" are skipped; any other member is an error. With `source.format: json_schema`, the
+    command adds the framing to each JSON value; with `source.key_format: json_schema`, it adds the framing to each key.
+    With `source.format: csv`, each line is a row.
 
     If the topology takes IDs from a Python function, the command imports and calls that function. The command runs the
     topology's flow only with --allow-code, and then shows the records that the flow yields.

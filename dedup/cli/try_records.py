@@ -18,8 +18,11 @@ from dedup.core.window import Feed, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem, RecordFailed
 from dedup.quantities import format_duration, instant
 from dedup.topology.model import LateForward, LateTo, SourceSpec, Topology, extractor_of
+from dedup.yaml_document import did_you_mean
 
 _FEED: Final = Feed(0, 0)
+_PLACE: Final = ("topic", "partition", "offset")
+"""The members of an envelope that change no verdict, so they are skipped."""
 _INDENT: Final = " " * 11
 _EXEMPT: Final = {
     "missing_id": "it has no ID, and the topology says missing: forward",
@@ -143,11 +146,19 @@ class _Envelope(msgspec.Struct):
 
 
 def _envelope(text: bytes) -> _Envelope:
-    """Return the record in a line. Raises ValueError if the line is not an envelope (for example, a bare value)."""
+    """Return the record in a line.
+
+    Raises ValueError if the line is not an envelope (for example, a bare value), or has a member that no envelope has.
+    """
     whole = msgspec.json.decode(text, type=_Envelope)
     members = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).keys()
-    if members and members.isdisjoint(_Envelope.__struct_fields__):
-        raise ValueError(f"it has no member {', '.join(_Envelope.__struct_fields__)}")
+    known = _Envelope.__struct_fields__
+    if members and members.isdisjoint(known):
+        raise ValueError(f"it has no member {', '.join(known)}")
+    # A member that was skipped, such as the payload of `kcat -J`, would make the verdict that of another record.
+    unknown = next((name for name in members if name not in {*known, *_PLACE}), None)
+    if unknown is not None:
+        raise ValueError(f'it has the unknown member "{unknown}"{did_you_mean(unknown, known)}')
     return whole
 
 

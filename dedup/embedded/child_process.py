@@ -12,8 +12,8 @@ from typing import IO, Final, Self, cast
 from dedup.embedded import watchdog
 from dedup.errors import InvariantBroken
 
-DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
-"""The command line of `dedup` in this installation."""
+DEDUP: Final = (sys.executable, "-P", "-c", "from dedup.cli.main import main; main()")
+"""The command line of `dedup` in this installation, which imports no module from the working directory."""
 _STOPS_WITHIN_S: Final = 20.0
 _TAIL_LINES: Final = 15
 

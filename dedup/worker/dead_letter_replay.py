@@ -53,6 +53,10 @@ Begin = Literal["last", "start"]
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 _AGAIN: Final = "the next replay tries it again"
+_PLACE: Final = re.compile(rb"([A-Za-z0-9._-]+)/([0-9]{1,10})/[0-9]{1,19}")
+_TIME: Final = re.compile(rb"-?[0-9]{1,19}")
+_MOST_MS: Final = (1 << 63) - 1
+"""The greatest timestamp of a record."""
 _METADATA: Final = re.compile(r"left=(\d+\+\d+(?:,\d+\+\d+)*)")
 MOST_METADATA_BYTES: Final = 3_900
 """The length at which no further records are added to an offset's metadata. By default, brokers accept 4,096 bytes
@@ -390,10 +394,12 @@ class Replay:
         if refused is not None:
             return Unsent(f"{refused}; {_AGAIN}", again=True)
         kept = {name: value or b"" for name, value in ours}
-        topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
-        if topic not in self.topology.source.topics:
-            return Unsent(f"it came from {topic}, which is no longer a source topic")
-        source = TopicPartition(topic, int(partition))
+        origin = _origin(kept[SOURCE], kept[TIMESTAMP])
+        if origin is None:
+            return Unsent(f"its headers {SOURCE} and {TIMESTAMP} are damaged")
+        source, timestamp_ms = origin
+        if source.topic not in self.topology.source.topics:
+            return Unsent(f"it came from {source.topic}, which is no longer a source topic")
         target = self._output_of(self.plan.output, columns, row, source) if self.plan.output else source
         there = self.cluster.topics[target.topic].partitions
         if target.partition >= there:
@@ -404,7 +410,6 @@ class Replay:
             added.insert(0, (VERDICT, b"late"))  # both headers are last, where `dedup verify` expects them
         elif any(name == REPLAYED for name, _ in own):
             added = []  # the header keeps the record's first position
-        timestamp_ms = int(kept[TIMESTAMP])
         return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
 
     def _output_of(self, output: str, columns: Columns, row: int, source: TopicPartition) -> TopicPartition:
@@ -417,6 +422,17 @@ class Replay:
             key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
         count = self.cluster.topics[output].partitions
         return TopicPartition(output, partitions([key], count)[0])
+
+
+def _origin(source: bytes, timestamp: bytes) -> tuple[TopicPartition, int] | None:
+    """Return the partition and the timestamp in a record's headers, or None if dedup cannot have written the headers.
+
+    Anyone who may write to the topic can write such headers, so any bytes must be expected here.
+    """
+    place = _PLACE.fullmatch(source)
+    if place is None or _TIME.fullmatch(timestamp) is None or abs(int(timestamp)) > _MOST_MS:
+        return None
+    return TopicPartition(place[1].decode(), int(place[2])), int(timestamp)
 
 
 def _why_refused(refused: RecordRefused) -> dict[int, str]:

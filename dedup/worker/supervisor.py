@@ -59,7 +59,8 @@ class FleetPlan:
 
     def command(self, number: int) -> list[str]:
         """Return the command line of one worker, which has its own worker ID, state directory, and web port."""
-        line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
+        # Without -P, a file such as rich.py in the working directory would hide a module that dedup imports.
+        line = [sys.executable, "-P", "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
         own_id = f"{self.settings.worker_id}-{number}"

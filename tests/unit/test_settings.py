@@ -327,6 +327,28 @@ def test_a_file_that_is_not_there():
         load_settings(Path("nope.yaml"), [], {})
 
 
+def test_a_default_file_that_cannot_be_looked_for_is_named(monkeypatch):
+    """Was: a traceback, also if DEDUP_BROKERS was set."""
+
+    def refused(_path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refused)
+        with pytest.raises(SettingsError) as caught:
+            load_settings(None, (), {"DEDUP_BROKERS": "a:1"})
+    assert str(caught.value).startswith("config/local.yaml: cannot be read: Permission denied; ")
+
+
+@pytest.mark.parametrize("there", ["a file", "a directory", "nothing"])
+def test_a_default_file_need_not_be_there(there):
+    if there == "a file":
+        Path("config").touch()
+    elif there == "a directory":
+        Path("config/local.yaml").mkdir(parents=True)
+    assert load_settings(None, (), {"DEDUP_BROKERS": "a:1"}).brokers == ("a:1",)
+
+
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "c").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not UTF-8 at byte 0; save it as UTF-8"):
@@ -385,6 +407,34 @@ class TestSecrets:
         assert len(said) == 3
         assert CANARY not in "".join(said)
         assert "${env:PW}" in "".join(said)
+
+    @pytest.mark.parametrize("value", ["m", "a", "is", "write", "interval", "must be", 'a"b', "must"])
+    def test_a_value_is_replaced_only_where_it_is_written(self, value):
+        """Was: `co${env:H}${env:H}it_interval`, which shows which letters the value consists of."""
+        text = "brokers: [a:1]\nweb: {host: 127.0.0.1, port: 99999}\ncommit_interval: 90s\nlog: {level: '${env:H}'}\n"
+        said = problems(text + "worker_id: '-/${env:H}'", H=value)
+        assert [line.split(": ", 1)[1] for line in said] == [
+            'web.port: "99999" must be 0 to 65535',
+            'commit_interval: "90s" must be 1ms to 60s',
+            'log.level: "${env:H}" is not one of debug | info | warning | error',
+            (
+                'worker_id: "-/${env:H}" is not a valid worker ID; use at most 100 of a-z A-Z 0-9 "." "_" "-", and do not '
+                'start with "."'
+            ),
+        ]
+
+    @pytest.mark.parametrize(
+        "value", [f"7{CANARY}", f"31337 {CANARY}", f'{CANARY}" x', "8374628374", "83746283 s", 'one","other"']
+    )
+    def test_no_message_shows_a_part_of_it(self, value):
+        """Was: the unit of `7canary` was shown as an unknown unit."""
+        text = (
+            "brokers: ['${env:PW},x${env:PW}']\ncommit_interval: '${env:PW}'\nweb: {port: '${env:PW}', host: ''}\n"
+            "schema_registry: {url: 'http://${env:PW}@h'}\nstate: {checkpoint: 's3://u:${env:PW}@b'}\n"
+        )
+        said = "\n".join(problems(text, PW=value))
+        assert "commit_interval: " in said
+        assert not [at for at in range(len(value) - 3) if value[at : at + 4] in said]
 
     def test_no_chained_error_shows_it(self):
         with pytest.raises(SettingsError) as caught:
@@ -450,3 +500,39 @@ def test_a_bearer_token_that_no_header_can_carry_is_named_at_the_start(token):
     assert token not in found
     assert load(f"{registry}, username: u}}", TOKEN=token)
     assert load(f"{registry}}}", TOKEN="abc.DEF-123_~+/=")
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+@pytest.mark.parametrize(
+    ("section", "key", "what"),
+    [
+        ("security: {protocol: SSL", "ca_file", "file"),
+        ("security: {protocol: SSL, key_file: /k", "cert_file", "file"),
+        ("security: {protocol: SSL, cert_file: /c", "key_file", "file"),
+        ("security: {protocol: SASL_SSL, mechanism: PLAIN, password: '${env:P}'", "username", "user"),
+        ("schema_registry: {url: 'https://r'", "ca_file", "file"),
+        ("schema_registry: {url: 'https://r'", "directory", "directory"),
+    ],
+)
+def test_an_empty_variable_is_not_a_setting_that_is_left_out(section, key, what, empty):
+    """Was: the system's CAs were trusted instead of the one that `${env:CA}` was meant to name."""
+    text = f"brokers: [a:1]\n{section}, {key}: '${{env:V}}'}}"
+    found = problems(text, V=empty, P="secret")
+    assert len(found) == 1
+    assert f"{section.split(':')[0]}.{key}: is empty; write a {what}, or leave it out" in found[0]
+
+
+def test_every_path_may_begin_with_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    text = (
+        "brokers: [a:1]\nstate_dir: ~/s\nstate: {checkpoint: ~/c}\n"
+        "security: {protocol: SSL, ca_file: ~/ca, cert_file: ~/cert, key_file: ~/key}\n"
+        "schema_registry: {url: 'https://r', ca_file: ~/ca, directory: ~/d}\n"
+    )
+    made = load(text)
+    security, registry = made.security, made.schema_registry
+    found = [str(made.state_dir), made.state.checkpoint, security.ca_file, security.cert_file, security.key_file]
+    assert [*found, registry.ca_file, registry.directory] == [
+        f"/home/ann/{name}" for name in ("s", "c", "ca", "cert", "key", "ca", "d")
+    ]
+    assert "unknown user; write the whole path" in problems(text.replace("~/ca", "~nobody-here/ca"))[0]

@@ -301,6 +301,22 @@ class TestTry:
             * 2
         )
 
+    @pytest.mark.parametrize(
+        ("line", "says"),
+        [
+            ('{"value":{"id":"a"},"timestamp_ms":1}', 'unknown member "timestamp_ms"; did you mean "timestamp"?'),
+            (
+                '{"topic":"in","partition":0,"offset":7,"ts":1,"key":null,"payload":"1"}',
+                'unknown member "ts"; the valid',
+            ),
+        ],
+    )
+    def test_an_envelope_with_an_unknown_member_is_refused(self, tmp_path, line, says):
+        """Was: judged without it, so the record of `kcat -J` had no value and the time of its line."""
+        code, output = dedup("try", topology(tmp_path), "--envelope", NOW, given=line)
+        assert code == 2
+        assert f"standard input:1:1: is not an envelope (it has the {says}" in output
+
     def test_envelopes_have_keys_headers_and_times(self, tmp_path):
         by_key = topology(tmp_path, "key: true")
         lines = ['{"key":"k","value":"x","timestamp":1000}', '{"key":"k","value":null,"timestamp":2000}', '{"value":1}']

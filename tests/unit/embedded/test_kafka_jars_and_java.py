@@ -13,7 +13,7 @@ import pytest
 
 from dedup.embedded import java as java_module
 from dedup.embedded import kafka_jars as jars_module
-from dedup.embedded.child_process import ChildProcess, Processes
+from dedup.embedded.child_process import DEDUP, ChildProcess, Processes
 from dedup.embedded.flights import ID_FIELDS, flights
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import Jar, cache_dir, install_jars, locked_jars
@@ -183,6 +183,14 @@ def test_a_leashed_programs_own_exit_code_is_told(tmp_path):
     wait_for(lambda: not leashed.running)
     assert leashed.exit_code == 5
     assert leashed.stop() == 5
+
+
+def test_dedup_as_a_child_imports_nothing_from_its_working_directory(tmp_path):
+    """Was: `dedup demo` and `dedup chaos` ran a rich.py that lay there."""
+    (tmp_path / "rich.py").write_text("raise SystemExit(77)\n", encoding="utf-8")
+    leashed = ChildProcess([*DEDUP, "--version"], tmp_path / "log", directory=tmp_path)
+    wait_for(lambda: not leashed.running)
+    assert (leashed.stop(), leashed.log[:6]) == (0, "dedup ")
 
 
 def test_named_processes_say_which_one_ended_and_how_with_the_end_of_its_run_of_the_log(tmp_path):

@@ -94,6 +94,36 @@ def test_what_was_left_stays_left_until_it_is_sent() -> None:
     assert found.remaining.position.offset == 16
 
 
+@pytest.mark.parametrize(
+    ("source", "timestamp"),
+    [
+        (b"in/0/7", None),
+        (b"in/0/7", b""),
+        (b"in/0/7", b"2024-01-01"),
+        (b"in/0/7", b"\xff"),
+        (b"in/0/7", "²".encode()),
+        (b"in/0/7", b"9223372036854775808"),
+        (b"in/0/7", b"9" * 5_000),
+        (None, b"1"),
+        (b"in", b"1"),
+        (b"in/x/1", b"1"),
+        (b"in/-1/5", b"1"),
+        (b"\xff/0/5", b"1"),
+        (b"in/%s/5" % (b"9" * 5_000), b"1"),
+    ],
+)
+def test_a_record_with_damaged_headers_is_left_and_the_next_one_is_sent(
+    source: bytes | None, timestamp: bytes | None
+) -> None:
+    """Was: a traceback at each replay, so that no letter behind the record could be sent."""
+    letters = answer({10: 0, 11: 0}, 12)
+    letters.columns.headers[0][-2:] = [("dedup-source", source), ("dedup-timestamp", timestamp)]
+    found = replay()._chosen(SIDE, letters, Remaining([], [(10, 100)]))
+    assert sum(map(len, found.lines.values())) == 1
+    assert list(found.told) == [10]
+    assert "its headers dedup-source and dedup-timestamp are damaged" in found.told[10]
+
+
 def test_a_limit_leaves_the_rest_of_a_span_unread() -> None:
     found = replay(limit=1)._chosen(SIDE, answer({11: 0, 12: 0, 13: 0}, 20), Remaining([], [(11, 14), (16, 100)]))
     assert found.remaining == Remaining([], [(12, 14), (16, 100)])

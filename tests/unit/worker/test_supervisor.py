@@ -53,6 +53,16 @@ def test_any_free_port_stays_any_free_port():
     assert sets_of(2, "web.port=0")["web.port"] == "0"
 
 
+def test_a_worker_imports_nothing_from_the_working_directory(tmp_path):
+    """Was: a rich.py there ran in each worker of `--workers 2`, and the fleet started it again without end."""
+    settings = load_settings(None, ["brokers=b:9092", "worker_id=w"], {})
+    line = FleetPlan(tmp_path / "none.yaml", None, (), settings, 2).command(1)
+    (tmp_path / "rich.py").write_text("raise SystemExit(77)\n", encoding="utf-8")
+    done = subprocess.run([*line[: line.index("run")], "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("dedup ")
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FleetPlan]:
     """Return a function that gives the plan of `dedup run --workers 2` in a state directory."""
