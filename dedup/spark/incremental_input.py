@@ -24,7 +24,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
 from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
-from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden
+from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden, refuse_lost_columns
 from dedup.spark.row_events import as_events, quoted, type_at
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog
@@ -61,7 +61,8 @@ class NewFiles:
 
         Raises StateIncompatible if a file has changed since a run read it, if Spark would treat a file's name as a
         pattern, or if the directories of the files contain different columns. Raises SettingsError if a path names a
-        file that Spark skips, or if a path does not exist and no earlier run has read files there.
+        file that Spark skips, if directories that are columns are not below a single input directory, or if a path
+        does not exist and no earlier run has read files there.
         """
         refuse_hidden(self.spark, self.paths)
         read = position.get("files", {})
@@ -80,6 +81,7 @@ class NewFiles:
                 f"{_some(patterns)}: Spark treats a name with one of {special} as a pattern, so it cannot read this "
                 f"file alone. Nothing was changed. Rename it."
             )
+        refuse_lost_columns(self.spark, self.paths, new, self._base())
         self._refuse_mixed(list(new))
         # The types that Spark infers depend on the directories of one run. Runs of earlier releases wrote inferred
         # types.

@@ -66,6 +66,24 @@ def reader_options(spark: SparkSession, paths: Sequence[str], base: str | None =
     return {} if any(common.base.startswith(f"{each}/") for each in named) else {"basePath": f"{common.base}/"}
 
 
+def refuse_lost_columns(spark: SparkSession, paths: Sequence[str], files: Iterable[str], base: str | None) -> None:
+    """Raise SettingsError if a backfill of ``paths`` would make a column of a directory in the path of one of
+    ``files``, but a run that reads only columns below the directory ``base`` (None: no columns) would leave it out.
+    """
+    look = _Look(spark)
+    roots = frozenset(look.named(paths, frozenset(filter(look.is_file, map(look.qualified, paths)))).values())
+    below = frozenset() if base is None else frozenset({look.qualified(base)})
+    for directory in sorted(map(look.qualified, {*map(_parent, files)})):
+        found = _layout(directory, roots, upwards=True)
+        lost = [name for name in found.columns if name not in _layout(directory, below, upwards=False).columns]
+        if lost:
+            text = (
+                f"{directory} has the column `{lost[0]}` in its path. Only directories below a single --input become "
+                f"columns of an incremental run; give a directory above the columns as the only --input: {found.base}"
+            )
+            raise SettingsError([Problem("--input", text)])
+
+
 def refuse_hidden(spark: SparkSession, paths: Iterable[str]) -> None:
     """Raise SettingsError if a path names a file that Spark silently skips, even if it is the only path."""
     hidden = [path for path in paths if _HIDDEN.fullmatch(_name(path)) and not PATTERN.search(path)]

@@ -71,6 +71,21 @@ def test_columns_in_paths_are_kept_wherever_the_path_begins(spark, tmp_path):
         values(spark, [both])
 
 
+def test_an_incremental_run_refuses_an_input_whose_columns_it_would_leave_out(spark, tmp_path):
+    """Was: no column and not a word; with a content ID, equal rows of two tenants were duplicates."""
+    for tenant in "ab":
+        put(tmp_path / "in" / f"tenant={tenant}" / "2024" / "a.parquet", 1)
+        put(tmp_path / "out" / "run=x" / f"verdict={tenant}" / "a.parquet", 1)
+    for names in (["in/tenant=*"], ["in/*/2024"], ["in/tenant=a", "in/tenant=b"], ["in/tenant=a"], ["in", "out"]):
+        with pytest.raises(
+            SettingsError, match=r"the column `tenant` in its path.* as the only --input: file://.*/in$"
+        ):
+            NewFiles(spark, [str(tmp_path / name) for name in names], "parquet").pin({})
+    # A backfill makes no columns of these, either.
+    for names in (["in"], ["in/tenant=a/2024/a.parquet"], ["out/run=x/verdict=*"], ["out/run=x/verdict=a"]):
+        assert NewFiles(spark, [str(tmp_path / name) for name in names], "parquet").pin({}) is not None
+
+
 def test_columns_of_a_record_at_the_end_of_a_path_only_select_files(spark, tmp_path):
     for topic in ("a", "b"):
         put(tmp_path / "in" / f"topic={topic}" / "a.json", 1)
