@@ -588,7 +588,7 @@ def export_schemas(
     keys contain schema IDs, it also exports the schemas of `source.key_subject` or TOPIC-key. Files of earlier exports
     are kept.
 
-    Example: dedup schemas export topologies/orders.yaml schemas/
+    Example: dedup schemas export avro.yaml schemas/
 
     dedup verify topologies/orders.yaml --set schema_registry.directory=schemas/
     """

@@ -46,7 +46,7 @@ def explain(
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
-    dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
+    dedup explain topologies/two-sources.yaml '["shop-7", 4711]' --json
     """
     from dedup.verify.explanation import explain_id
     from dedup.verify.report import BY_THE_TOPOLOGY_NOW

@@ -162,7 +162,9 @@ def test_the_faust_app_reads_no_record_of_an_aborted_transaction(
             writer.produce(topic, json.dumps({"order_id": order}))
         assert writer.flush(30) == 0  # the broker has the records even if the transaction is aborted
         end(30)
-    app = LoggedProcess(["env", f"--chdir={tmp_path}", sys.executable, "shipping.py", "worker"], tmp_path / "app.log")
+    app = LoggedProcess(
+        ["env", f"--chdir={tmp_path}", sys.executable, "shipping.py", "worker", "--without-web"], tmp_path / "app.log"
+    )
     try:
         app.until_logged("ship A-3")
         assert app.stop() == 0, app.log
