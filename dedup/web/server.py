@@ -342,14 +342,23 @@ class WebServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            response = await self._admitted(request, handler)
+        except web.HTTPException as refusal:  # aiohttp raises each answer such as 404
+            refusal.headers.update(_SECURITY_HEADERS)
+            raise
+        response.headers.update(_SECURITY_HEADERS)
+        return response
+
+    async def _admitted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         page = None if resource is None else resource.canonical
         if page not in OPEN_PAGES:
             if self._token is not None and page not in _OWN_FILES:
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+                scheme, _, given = request.headers.get("Authorization", "").partition(" ")
                 # Bytes that are not UTF-8 arrive as surrogates.
                 given_bytes = given.encode(errors="surrogateescape")
-                if not hmac.compare_digest(given_bytes, self._token):
+                if not hmac.compare_digest(given_bytes, self._token) or scheme.lower() != "bearer":
                     raise web.HTTPUnauthorized(
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
@@ -357,9 +366,7 @@ class WebServer:
             # request.host is not used, because it waits for a DNS lookup if the header is missing.
             if self._token is None and not _names_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
-        response = await handler(request)
-        response.headers.update(_SECURITY_HEADERS)
-        return response
+        return await handler(request)
 
     async def _home(self, _: web.Request) -> web.FileResponse:
         return web.FileResponse(_STATIC / "index.html")
