@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -34,6 +34,7 @@ from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
 from dedup.web.last_hour import MOST_ROWS, SHORT_ROWS, Memory, WorkerHour, merged
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
+from dedup.yaml_document import is_utf8
 
 if TYPE_CHECKING:
     from dedup.settings import Secret
@@ -389,6 +390,10 @@ class WebServer:
         text = request.match_info.get("id") or request.query.get("id", "")
         if not text:
             return _json({"error": "ID: is empty; name the ID to look up"}, status=400)
+        # aiohttp keeps escaped bytes that are not UTF-8, or replaces them, so that another ID would be looked up.
+        written = unquote_to_bytes(request.raw_path.encode(errors="surrogateescape"))
+        if not is_utf8(written.decode(errors="surrogateescape")):
+            return _json({"error": "ID: is not UTF-8; escape the bytes of its UTF-8 text"}, status=400)
         if len(text.encode()) > _MOST_ID_BYTES:
             why = f"ID: has {len(text.encode()):,} bytes, and one of at most {_MOST_ID_BYTES:,} can be looked up"
             return _json({"error": why}, status=414)

@@ -150,6 +150,16 @@ async def code_of(pages: WebServer, request: bytes) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.parametrize("page", ["/api/ids/%ff", "/api/ids?id=%ff", "/api/ids?here&id=a%c3"])
+async def test_an_id_that_is_not_utf8_is_refused(page):
+    """Was: another ID, such as the text `%ff`, was looked up."""
+    async with WebServer(web(), Worker()) as pages:
+        answer = await code_of(pages, f"GET {page} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert answer == 400
+        assert (await get(pages, "/api/ids/%C3%A9"))[0] == 200
+        assert (await get(pages, "/api/ids?id=%EF%BF%BD"))[0] == 200
+
+
 async def test_a_long_id_is_looked_up_and_a_longer_one_is_refused():
     """Users write a content ID as the content itself, which may be long, and is longer still in a URL."""
     async with WebServer(web(), Worker()) as pages:
