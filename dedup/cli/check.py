@@ -432,21 +432,22 @@ def try_records(
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
-    if parsed.source.needs_registry:
+    if parsed.source.needs_registry or config is not None:
         parsed = with_schemas(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
     name = "standard input" if file == _STDIN else str(file)
-    out = sys.stdout
     # With --json, stdout contains the verdicts and nothing that the user's code prints.
-    with redirect_stdout(sys.stderr if as_json else out):
+    aside = _printing_aside if as_json and parsed.runs_code else nullcontext
+    with aside():
         judge = RecordJudge(parsed, now_ms=now_ms, flow=_flow_of(parsed, allow_code=allow_code))
-        with _opened(file, name) as lines:
-            for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
+    with _opened(file, name) as lines:
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
+            with aside():
                 judgment = judge.judge(entry)
-                counts[judgment.verdict] += 1
-                typer.echo(judgment.as_json() if as_json else judgment.as_text(), file=out)
+            counts[judgment.verdict] += 1
+            typer.echo(judgment.as_json() if as_json else judgment.as_text())
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counted(counts.total(), 'record')}: {books}" if counts else "no records")
