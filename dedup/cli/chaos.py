@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import time
@@ -26,7 +27,7 @@ from dedup.cli.inputs import (
     say_report,
     write_report,
 )
-from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
+from dedup.errors import BrokerUnavailable, DedupError, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _PARTITIONS: Final = 4
 _SESSION_S: Final = 6
+_MOST_MINUTES: Final = 10_080
 _OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "log.format=text")
 
 
@@ -48,7 +50,13 @@ _TestConfig = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Config file of a test environment. Default: use an embedded Kafka.")
 ]
 _Minutes = Annotated[
-    float, typer.Option(min=0.2, metavar="N", help="Duration of the fault injection in minutes, at least 0.2.")
+    float,
+    typer.Option(
+        min=0.2,
+        max=_MOST_MINUTES,
+        metavar="N",
+        help="Duration of the fault injection in minutes, from 0.2 to 10,080 (a week).",
+    ),
 ]
 _Seed = Annotated[
     int, typer.Option(metavar="N", help="Seed of the fault schedule; the same seed repeats the same faults.")
@@ -127,6 +135,8 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
     # With --json, stdout contains the report and nothing else.
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
+    if math.isnan(minutes):  # It is neither less than the least number nor more than the greatest.
+        raise SettingsError([Problem("--minutes", "is not a number")])
     parsed = read_topology(topology)
     _refuse_untestable(topology, parsed)
     if config is not None and partitions is not None:
@@ -141,10 +151,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
             parsed, topology, minutes, workers, per_s, seed, harder, count, directory, console, environ
         )
         found = _embedded(options) if config is None else _on_test_cluster(options, config)
-        write_report(report, found.to_html(), found.to_json())
-        print_report(found, report, console)
-        if as_json:
-            typer.echo(found.to_json(), nl=False)
+        _publish(found, report, console, as_json=as_json)
         if not found.passed:
             raise VerificationFailed(
                 f"{parsed.name}: {found.closing_line}. {report} names what broke. `--seed {seed}` injects the same "
@@ -152,9 +159,26 @@ def chaos(  # noqa: PLR0917  # one parameter per option
             )
 
 
+def _publish(found: ChaosReport, page: Path, console: Console, *, as_json: bool) -> None:
+    """Write the reports and print the result, also if the reports cannot be written. Raises DedupError then."""
+    failed: DedupError | None = None
+    try:
+        write_report(page, found.to_html(), found.to_json())
+    except DedupError as error:
+        failed = error
+    print_report(found, None if failed else page, console)
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+    if failed is not None:
+        raise failed
+
+
 def _refuse_untestable(file: Path, topology: Topology) -> None:
     from dedup.core.tracking_id import code_rules, key_paths
 
+    if not file.is_file():
+        text = "it is a pipe, and dedup chaos and its workers read it several times; write it to a file"
+        raise SettingsError([Problem(str(file), text)])
     if topology.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
         raise SettingsError([Problem(str(file), text)])
@@ -230,13 +254,21 @@ def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tup
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create all topics that workers write to, because the live checker starts before the workers do."""
+    """Create all topics that workers write to, because the live checker starts before the workers do.
+
+    If `dedup apply` fails, raises SettingsError or StateIncompatible after exit code 2 or 3, and otherwise
+    BrokerUnavailable.
+    """
     from dedup.embedded.child_process import DEDUP
 
     command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=options.environ)  # noqa: S603  # our own command
     if done.returncode:
-        raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
+        text = f"ended with exit code {done.returncode}: {done.stderr or done.stdout}"
+        if done.returncode == SettingsError.exit_code:
+            raise SettingsError([Problem("`dedup apply`", text)])
+        kind = StateIncompatible if done.returncode == StateIncompatible.exit_code else BrokerUnavailable
+        raise kind(f"`dedup apply` {text}")
 
 
 def _run(
@@ -293,12 +325,16 @@ def _run(
     return ChaosReport(*run_of, run.events, found.verified, oracles(found))
 
 
-def print_report(found: ChaosReport, page: Path, console: Console) -> None:
-    """Print the result of each check, the number of faults of each kind, and the closing line."""
+def print_report(found: ChaosReport, page: Path | None, console: Console) -> None:
+    """Print the result of each check, the number of faults of each kind, and the closing line.
+
+    ``page`` is the path of the HTML report, or None if it was not written.
+    """
     table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
     for each in found.oracles:
         table.add_row(each.name, each.meaning, each.figure, each.verdict)
     console.print(table)
     console.print(", ".join(f"{number} x {kind}" for kind, number in found.counts.most_common()))
-    say_report(page, console)
+    if page is not None:
+        say_report(page, console)
     console.print(found.closing_line, style="bold" if found.passed else "bold red")

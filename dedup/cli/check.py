@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -128,30 +129,78 @@ def check(
     if not broker and (config is not None or overrides):
         unused = "--set" if config is None else "--config"
         raise typer.BadParameter(f"{unused} says where the cluster is, which only --broker asks; add --broker")
+    topologies = list({os.path.realpath(path): path for path in reversed(topologies)}.values())[::-1]
     check_code = partial(_code_findings, samples=samples, envelope=envelope, aside=as_json) if allow_code else None
     settings = read_settings(config, overrides) if broker else None
+    once = partial(_check_once, topologies, settings, check_code, as_json=as_json)
     if not watch:
-        _check_once(topologies, settings, check_code, as_json=as_json)
+        once()
         return
-    for _ in at_each_save(topologies):
+    if allow_code:  # This process would keep the first version of each module.
+        options = [("--config", config), *(("--set", each) for each in overrides or ()), ("--samples", samples)]
+        flags = [name for name, given in (("--broker", broker), ("--envelope", envelope)) if given]
+        once = partial(_check_apart, topologies, options, flags)
+    _watch(topologies, samples, once, code=allow_code)
+
+
+def _watch(topologies: Sequence[Path], samples: Path | None, once: Callable[[], None], *, code: bool) -> None:
+    named = [*topologies, *([] if samples is None else [samples])]
+    for _ in at_each_save(named, partial(_files_named_in, topologies, code=code)):
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
         try:
-            _check_once(topologies, settings, check_code, as_json=False)
+            once()
         except DedupError as error:  # The next save may correct the error.
             typer.echo(str(error), err=True)
 
 
-def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
+def _check_apart(topologies: Sequence[Path], options: Sequence[tuple[str, object]], flags: Sequence[str]) -> None:
+    """Run `dedup check --allow-code` in a process of its own, which imports the code as it is now."""
+    from dedup.embedded.child_process import DEDUP
+
+    given = [f"{name}={value}" for name, value in options if value is not None]
+    command = [*DEDUP, "check", "--allow-code", *flags, *given, "--", *map(str, topologies)]
+    subprocess.run(command, check=False)  # noqa: S603  # our own command, which prints its findings
+
+
+def _files_named_in(topologies: Sequence[Path], *, code: bool) -> Iterator[Path]:
+    """Yield the schema files that topologies name and, if ``code`` is set, the modules next to the topology files.
+
+    Modules further away, for example in a package next to a topology file, are included only if the topology names
+    them.
+    """
+    from dedup.topology.parse import parse
+    from dedup.yaml_document import beside, text_of
+
+    for path in topologies:
+        if not path.is_file():  # A pipe can be read only once.
+            continue
+        named: set[str] = set()
+
+        def noted(name: str, path: Path = path, named: set[str] = named) -> str:
+            named.add(name)
+            return beside(path)(name)
+
+        if code:
+            named.update(each.name for each in path.parent.glob("*.py"))
+        with suppress(TopologyError):  # The check reports it.
+            then = parse(text_of(path), name=str(path), read_file=noted).then
+            module = "" if then is None else then.name.partition(":")[0].replace(".", "/")
+            named |= {f"{module}/__init__.py", f"{module}.py"} if module and code else set()
+        yield from (path.parent / name for name in sorted(named) if "\0" not in name)
+
+
+def at_each_save(paths: Sequence[Path], others: Callable[[], Iterable[Path]] = tuple) -> Iterator[None]:
     """Yield immediately, and again each time one of the files is written, replaced, created, or removed.
 
-    The function polls the files, because editors replace files instead of writing to them, and network shares send no
-    file-system events.
+    The files are ``paths`` and those that ``others`` returned when one of the files last changed. The function polls
+    the files, because editors replace files instead of writing to them, and network shares send no file-system events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
+    watched = list(paths)
     while True:
-        found = [_stamp(path) for path in paths]
-        if found != seen:
-            seen = found
+        if [_stamp(path) for path in watched] != seen:
+            watched = [*paths, *others()]
+            seen = [_stamp(path) for path in watched]
             yield
         time.sleep(LOOK_S)
 
@@ -383,21 +432,22 @@ def try_records(
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
-    if parsed.source.needs_registry:
+    if parsed.source.needs_registry or config is not None:
         parsed = with_schemas(parsed, read_settings(config))
     now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
     name = "standard input" if file == _STDIN else str(file)
-    out = sys.stdout
     # With --json, stdout contains the verdicts and nothing that the user's code prints.
-    with redirect_stdout(sys.stderr if as_json else out):
+    aside = _printing_aside if as_json and parsed.runs_code else nullcontext
+    with aside():
         judge = RecordJudge(parsed, now_ms=now_ms, flow=_flow_of(parsed, allow_code=allow_code))
-        with _opened(file, name) as lines:
-            for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
+    with _opened(file, name) as lines:
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms, source=parsed.source):
+            with aside():
                 judgment = judge.judge(entry)
-                counts[judgment.verdict] += 1
-                typer.echo(judgment.as_json() if as_json else judgment.as_text(), file=out)
+            counts[judgment.verdict] += 1
+            typer.echo(judgment.as_json() if as_json else judgment.as_text())
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counted(counts.total(), 'record')}: {books}" if counts else "no records")
@@ -494,6 +544,8 @@ def _window(topology: Topology | None, guard: str | None, grace: str | None) -> 
     if guard is not None:
         # As in a topology file, the grace defaults to the guard period.
         guard_ms = grace_ms = _duration("--guard", guard)
+        if not guard_ms:
+            raise SettingsError([Problem("--guard", "must be at least 1ms, as in a topology file")])
     elif topology is not None:
         guard_ms, grace_ms = topology.window.guard_ms, topology.window.grace_ms
     else:

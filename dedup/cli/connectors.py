@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from dedup.topology.model import SinkSpec, Topology
 
 T = TypeVar("T")
+
+_PARTITIONS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_LAST_PARTITION: Final = 999_999
+"""The greatest partition that an option may name; a cluster cannot have as many."""
 
 
 def ingest(
@@ -115,10 +120,13 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _numbers(text: str) -> set[int]:
     found: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+        written = _PARTITIONS.fullmatch(part.strip())
+        if written is None or int(written[2] or written[1]) < int(written[1]):
             raise SettingsError([Problem("--partitions", f'"{text}" is not a list of partitions such as 0,2-5')])
-        found |= set(range(int(first), int(last or first) + 1))
+        first, last = int(written[1]), int(written[2] or written[1])
+        if last > _LAST_PARTITION:
+            raise SettingsError([Problem("--partitions", f"{last} is more than {_LAST_PARTITION:,}, the limit")])
+        found |= set(range(first, last + 1))
     return found
 
 

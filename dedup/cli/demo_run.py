@@ -31,7 +31,7 @@ from dedup.embedded.child_process import DEDUP, Processes
 from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import BrokerUnavailable, InvariantBroken, VerificationFailed
+from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, VerificationFailed
 from dedup.settings import Settings, without_settings
 from dedup.topology.chain import Named, describe_chain
 from dedup.topology.model import Topology
@@ -201,14 +201,21 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
     """Print the report and, unless ``page`` is None, also write it to the path ``page``.
 
-    Raises VerificationFailed unless each flight was forwarded exactly once.
+    Raises DedupError if the page cannot be written; the result is printed nevertheless. Raises VerificationFailed
+    unless each flight was forwarded exactly once.
     """
+    failed: DedupError | None = None
     if page is not None:
-        write_report(page, to_html(found), found.to_json())
+        try:
+            write_report(page, to_html(found), found.to_json())
+        except DedupError as error:
+            failed = error
     forwarded = sum(books.unique for books in found.books)
     relation = "=" if forwarded == distinct else "IS NOT"
     console.print(f"forwarded {forwarded:,} {relation} distinct flights {distinct:,}")
     print_report(found, console)
+    if failed is not None:
+        raise failed
     if not found.passed or found.not_provable or forwarded != distinct:
         raise VerificationFailed(
             f"The demo forwarded {forwarded} of {distinct} distinct flights; {found.closing_line()}. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -29,6 +29,9 @@ from dedup.quantities import format_duration, instant
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.verify.explanation import ExplainedRecord, Explanation
+
+_MOST_DIGITS: Final = 18
+"""So many digits Python always converts; it refuses thousands of them."""
 
 
 def explain(
@@ -180,6 +183,6 @@ def verify_topology(
 
 def _one_in(text: str) -> int:
     one, _, number = text.partition("/")
-    if one != "1" or not number.isdecimal() or not int(number):
+    if one != "1" or not number.isdecimal() or len(number) > _MOST_DIGITS or not int(number):
         raise SettingsError([Problem("--sample", f'"{text}" is not a fraction; write for example 1/100')])
     return int(number)

@@ -22,7 +22,7 @@ from typing import Final
 from jgo.maven import Artifact, MavenContext, PythonResolver
 from jgo.parse import Coordinate
 
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, Problem, SettingsError
 
 Progress = Callable[[int, int], None]
 """A function that any thread may call with the bytes downloaded so far and the total bytes."""
@@ -60,9 +60,16 @@ def cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Return the current user's directory for everything that dedup downloads. The directory may not exist yet."""
+    """Return the current user's directory for everything that dedup downloads. The directory may not exist yet.
+
+    Raises SettingsError if the user has no home directory and XDG_CACHE_HOME is not set.
+    """
     base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dedup"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "dedup"
+    except RuntimeError as error:
+        text = "is not set, and this user has no home directory for downloads; set XDG_CACHE_HOME or HOME"
+        raise SettingsError([Problem("XDG_CACHE_HOME", text)]) from error
 
 
 def locked_jars() -> tuple[Jar, ...]:

@@ -14,6 +14,8 @@ from dedup.errors import Problem, SettingsError
 UUID_KEY_BYTES: Final = 17
 """The length of the state key of a UUID."""
 KINDS: Final = "uuid, integer or text:LENGTH"
+_MOST_DIGITS: Final = 18
+"""So many digits Python always converts; it refuses thousands of them."""
 _INTEGER_KEY_BYTES: Final = 6
 """The length of the state key of an integer ID up to a trillion."""
 _TAG_BYTES: Final = 1
@@ -75,7 +77,7 @@ def key_bytes(kind: str) -> int:
             return UUID_KEY_BYTES
         case "integer", "":
             return _INTEGER_KEY_BYTES
-        case "text", digits if digits.isdecimal() and int(digits):
+        case "text", digits if digits.isdecimal() and len(digits) <= _MOST_DIGITS and int(digits):
             return min(int(digits) + _TAG_BYTES, KEPT_BYTES + 1)
         case _:
             raise SettingsError([Problem("--id", f'"{kind}" is unknown; write {KINDS}, for example text:20')])

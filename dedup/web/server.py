@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -34,6 +34,7 @@ from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, FORMAT, MetricHistory, Summary, board, summary
 from dedup.web.last_hour import MOST_ROWS, SHORT_ROWS, Memory, WorkerHour, merged
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
+from dedup.yaml_document import is_utf8
 
 if TYPE_CHECKING:
     from dedup.settings import Secret
@@ -342,14 +343,23 @@ class WebServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            response = await self._admitted(request, handler)
+        except web.HTTPException as refusal:  # aiohttp raises each answer such as 404
+            refusal.headers.update(_SECURITY_HEADERS)
+            raise
+        response.headers.update(_SECURITY_HEADERS)
+        return response
+
+    async def _admitted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         page = None if resource is None else resource.canonical
         if page not in OPEN_PAGES:
             if self._token is not None and page not in _OWN_FILES:
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+                scheme, _, given = request.headers.get("Authorization", "").partition(" ")
                 # Bytes that are not UTF-8 arrive as surrogates.
                 given_bytes = given.encode(errors="surrogateescape")
-                if not hmac.compare_digest(given_bytes, self._token):
+                if not hmac.compare_digest(given_bytes, self._token) or scheme.lower() != "bearer":
                     raise web.HTTPUnauthorized(
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
@@ -357,9 +367,7 @@ class WebServer:
             # request.host is not used, because it waits for a DNS lookup if the header is missing.
             if self._token is None and not _names_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
-        response = await handler(request)
-        response.headers.update(_SECURITY_HEADERS)
-        return response
+        return await handler(request)
 
     async def _home(self, _: web.Request) -> web.FileResponse:
         return web.FileResponse(_STATIC / "index.html")
@@ -382,6 +390,10 @@ class WebServer:
         text = request.match_info.get("id") or request.query.get("id", "")
         if not text:
             return _json({"error": "ID: is empty; name the ID to look up"}, status=400)
+        # aiohttp keeps escaped bytes that are not UTF-8, or replaces them, so that another ID would be looked up.
+        written = unquote_to_bytes(request.raw_path.encode(errors="surrogateescape"))
+        if not is_utf8(written.decode(errors="surrogateescape")):
+            return _json({"error": "ID: is not UTF-8; escape the bytes of its UTF-8 text"}, status=400)
         if len(text.encode()) > _MOST_ID_BYTES:
             why = f"ID: has {len(text.encode()):,} bytes, and one of at most {_MOST_ID_BYTES:,} can be looked up"
             return _json({"error": why}, status=414)

@@ -549,6 +549,12 @@ def route(record):
 """
 
 
+def test_a_config_file_of_try_that_is_not_there_is_named(tmp_path):
+    """Was: ignored if the topology needs no registry."""
+    code, output = dedup("try", topology(tmp_path), "--config", str(tmp_path / "none.yaml"), given="")
+    assert (code, "none.yaml: cannot be read" in output) == (2, True)
+
+
 class TestFlow:
     def made(self, tmp_path: Path, code: str) -> tuple[str, str]:
         name = f"checked_{abs(hash((str(tmp_path), code)))}"
@@ -590,6 +596,16 @@ class TestFlow:
         )
         code, output = dedup("chaos", path)
         assert (code, "dedup chaos makes no keys with members" in output) == (2, True), output
+
+    def test_what_the_code_writes_past_python_is_not_mixed_with_verdicts(self, tmp_path, capfd):
+        """Was: a child process of the flow, or `os.write`, wrote into the JSON of `dedup try --json`."""
+        path, samples = self.made(
+            tmp_path, FLOW.replace("    yield", "    import os; os.write(1, b'noise')\n    yield")
+        )
+        Path(samples).write_text('{"id": "a", "country": "DE"}\n{"id": "b", "country": "FR"}\n', encoding="utf-8")
+        code, output = dedup("try", path, samples, "--json", "--allow-code")
+        assert (code, len(output.splitlines())) == (0, 2)
+        assert capfd.readouterr() == ("", "noisenoise")
 
     def test_samples_need_code(self, tmp_path):
         path, samples = self.made(tmp_path, FLOW)

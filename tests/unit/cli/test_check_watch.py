@@ -84,6 +84,41 @@ def test_a_mistake_is_told_and_mended_and_ctrl_c_ends_with_130(tmp_path, monkeyp
     assert watching.LOOK_S < 1
 
 
+def test_what_a_topology_names_is_watched_and_the_code_is_checked_as_it_is_now(tmp_path, monkeypatch, capfd):
+    """Was: only the topology files were watched, and each check reported on the code of the first one."""
+    file, schema, samples = tmp_path / "t.yaml", tmp_path / "s.avsc", tmp_path / "lines"
+    module = tmp_path / "watched_code.py"
+    file.write_text(f"{GOOD}then: watched_code:flow\n", encoding="utf-8")
+    for path in (module, samples):
+        path.write_text("", encoding="utf-8")
+    steps = [lambda: module.write_text("raise ValueError('the second version')", encoding="utf-8")]
+
+    def waited(_seconds: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop()()
+
+    monkeypatch.setattr(inspect, "time", SimpleNamespace(**{**vars(time), "sleep": waited}))
+    result = CliRunner().invoke(create_app(), ["check", "--watch", "--allow-code", str(file)])
+    assert result.exit_code == 130
+    told = capfd.readouterr().err
+    assert "is not a dedup.Flow" in told.split("the second version")[0]
+    assert "watched_code cannot be imported: ValueError: the second version" in told
+    assert set(inspect._files_named_in([file], code=True)) == {module, tmp_path / "watched_code/__init__.py"}
+    assert not list(inspect._files_named_in([file], code=False))
+    avro = GOOD.replace("source:", "source:\n  format: avro\n  schema: s.avsc", 1)
+    file.write_text(avro, encoding="utf-8")
+    assert set(inspect._files_named_in([file], code=False)) == {schema}
+
+
+def test_a_repeated_file_is_checked_once(tmp_path, monkeypatch):
+    """Was: an error, because the name of the topology is also that of the other one."""
+    (tmp_path / "t.yaml").write_text(GOOD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(create_app(), ["check", "t.yaml", str(tmp_path / "t.yaml"), "./t.yaml"])
+    assert (result.exit_code, result.output.count("t.yaml: ok")) == (0, 1), result.output
+
+
 def test_watching_and_json_exclude_each_other(tmp_path):
     result = CliRunner().invoke(create_app(), ["check", "--watch", "--json", str(tmp_path / "t.yaml")])
     assert result.exit_code == 2

@@ -12,8 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dedup.cli.connectors import _numbers
 from dedup.cli.inputs import say_report
 from dedup.cli.main import create_app
+from dedup.cli.verify import _one_in
+from dedup.errors import SettingsError
 
 ROOT = Path(__file__).parents[3]
 SIMPLEST = ROOT / "topologies" / "simplest.yaml"
@@ -103,6 +106,27 @@ def test_check_refuses_an_option_that_it_would_not_use(option):
 def test_an_option_that_would_not_be_used_is_refused(line, says):
     """Was: ignored."""
     assert says in told(line, 2)
+
+
+@pytest.mark.parametrize("text", ["²", "0-²", "3-1", "", "9999999999", "0-4000000000", "0-400000000", "9" * 5_000])
+def test_partitions_that_cannot_be_are_refused(text):
+    """Was: a traceback, or a set of all of them that filled the memory."""
+    with pytest.raises(SettingsError, match="--partitions: "):
+        _numbers(text)
+    assert _numbers("0, 2-4,3") == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("text", ["1/" + "9" * 5_000, "1/0", "1/²", "2/3"])
+def test_a_sample_that_is_no_fraction_is_refused(text):
+    """Was: a traceback for a number of more than 4,300 digits."""
+    with pytest.raises(SettingsError, match="is not a fraction"):
+        _one_in(text)
+
+
+@pytest.mark.parametrize("minutes", ["inf", "nan", "10081"])
+def test_chaos_refuses_a_duration_that_it_cannot_run_for_before_it_starts_anything(minutes):
+    """Was: a traceback after Kafka had started."""
+    assert "--minutes" in told(("chaos", "nowhere.yaml", "--minutes", minutes), 2)
 
 
 @pytest.mark.parametrize(

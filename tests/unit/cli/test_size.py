@@ -150,6 +150,8 @@ def test_a_topology_says_the_window_and_its_bound(tmp_path):
         (("--guard", "1"), "has no unit"),
         (("--guard", "1h", "--id", "text"), '"text" is unknown'),
         (("--guard", "1h", "--id", "text:0"), '"text:0" is unknown'),
+        (("--guard", "1h", "--id", "text:" + "9" * 5_000), "is unknown; write uuid"),
+        (("--guard", "0s"), "--guard: must be at least 1ms"),
         (("--guard", "1h", "--rate", "inf"), "--rate: inf records per second is too much"),
         (("--guard", "1h", "--rate", "1e308"), "--rate: 1e+308 records per second is too much"),
     ],

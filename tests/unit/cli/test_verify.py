@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dedup.chaos.checks import ChaosReport
 from dedup.cli import chaos, demo_run, spark
 from dedup.cli.main import create_app
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, SettingsError, Terminated, VerificationFailed
@@ -195,6 +197,49 @@ def test_chaos_kills_no_workers_on_brokers_that_are_exported(tmp_path: Path, mon
     result = chaos_on_its_own_kafka(tmp_path)
     assert reader.call_args.args[0].brokers == (OWN,)
     assert_only_the_crash_point(str(result.exception))
+
+
+@pytest.mark.usefixtures("exported")
+@pytest.mark.parametrize("code", [2, 3, 5])
+def test_chaos_keeps_the_exit_code_of_apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Was: 5 also for a mistake in a file and for incompatible state."""
+    command = (sys.executable, "-c", f"import sys; sys.exit({code})")
+    monkeypatch.setattr("dedup.embedded.child_process.DEDUP", command)
+    error = chaos_on_its_own_kafka(tmp_path).exception
+    assert (error.exit_code, f"ended with exit code {code}" in str(error)) == (code, True)
+
+
+def test_chaos_refuses_a_pipe() -> None:
+    """Was: `dedup apply` read nothing from it, after Kafka had started."""
+    reads, writes = os.pipe()
+    try:
+        os.write(writes, f"{TOPOLOGY}output: {{topic: out}}\n".encode())
+        os.close(writes)
+        result = CliRunner().invoke(create_app(), ["chaos", f"/dev/fd/{reads}"])
+    finally:
+        os.close(reads)
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "it is a pipe" in str(result.exception)
+
+
+def test_a_result_of_chaos_or_the_demo_is_printed_although_its_report_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Was: lost, after minutes."""
+    page = tmp_path / "none" / "r.html"
+    found = ChaosReport("t", 1, 60, 2, MagicMock(injected=[]), None, [])
+    monkeypatch.setattr(ChaosReport, "to_html", lambda _: "")
+    monkeypatch.setattr(ChaosReport, "to_json", lambda _: "{}")
+    with pytest.raises(DedupError, match="the report cannot be written"):
+        chaos._publish(found, page, Console(width=200), as_json=True)
+    told = capsys.readouterr().out
+    assert "t: 1.0 minutes" in told
+    assert "report:" not in told
+    monkeypatch.setattr(demo_run, "print_report", lambda *_: None)
+    monkeypatch.setattr(demo_run, "to_html", lambda *_: "")
+    with pytest.raises(DedupError, match="the report cannot be written"):
+        demo_run.print_books(MagicMock(books=(), to_json=lambda: "{}"), 0, page, Console())
+    assert "forwarded 0 = distinct flights 0" in capsys.readouterr().out
 
 
 def chaos_on_its_own_kafka(directory: Path) -> Any:

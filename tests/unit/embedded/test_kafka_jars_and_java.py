@@ -18,7 +18,7 @@ from dedup.embedded.flights import ID_FIELDS, flights
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import Jar, cache_dir, install_jars, locked_jars
 from dedup.embedded.kafka_node import free_ports
-from dedup.errors import BrokerUnavailable, InvariantBroken
+from dedup.errors import BrokerUnavailable, InvariantBroken, SettingsError
 
 ROOT = Path(__file__).parents[3]
 
@@ -153,6 +153,18 @@ def test_flights_come_in_time_order_with_distinct_ids():
 def test_the_packaged_topology_is_the_one_in_topologies():
     packaged = ROOT / "dedup" / "embedded" / "flights.yaml"
     assert packaged.read_text() == (ROOT / "topologies" / "flights.yaml").read_text()
+
+
+def test_a_user_without_a_home_directory_is_told_what_to_set(monkeypatch):
+    """Was: a traceback."""
+
+    def homeless(_of: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    with pytest.raises(SettingsError, match="set XDG_CACHE_HOME or HOME"):
+        cache_dir({})
+    assert cache_dir({"XDG_CACHE_HOME": "/c"}).is_relative_to("/c/dedup")
 
 
 def test_free_ports_are_below_those_of_outgoing_connections():

@@ -151,6 +151,16 @@ async def code_of(pages: WebServer, request: bytes) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.parametrize("page", ["/api/ids/%ff", "/api/ids?id=%ff", "/api/ids?here&id=a%c3"])
+async def test_an_id_that_is_not_utf8_is_refused(page):
+    """Was: another ID, such as the text `%ff`, was looked up."""
+    async with WebServer(web(), Worker()) as pages:
+        answer = await code_of(pages, f"GET {page} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert answer == 400
+        assert (await get(pages, "/api/ids/%C3%A9"))[0] == 200
+        assert (await get(pages, "/api/ids?id=%EF%BF%BD"))[0] == 200
+
+
 async def test_a_long_id_is_looked_up_and_a_longer_one_is_refused():
     """Users write a content ID as the content itself, which may be long, and is longer still in a URL."""
     async with WebServer(web(), Worker()) as pages:
@@ -228,6 +238,33 @@ async def test_a_request_without_a_host_is_refused_and_no_name_is_looked_up(monk
     async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
         request = f"GET /metrics HTTP/1.0\r\nAuthorization: Bearer {CANARY}\r\n\r\n"
         assert await code_of(pages, request.encode()) == 200
+
+
+async def test_the_scheme_of_a_token_may_have_any_case_and_must_be_there():
+    """Was: `bearer` was refused, and a token without a scheme was taken."""
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
+        for given, code in (
+            (f"bearer {CANARY}", 200),
+            (f"BEARER {CANARY}", 200),
+            (CANARY, 401),
+            (f"Basic {CANARY}", 401),
+        ):
+            assert (await get(pages, "/metrics", Authorization=given))[0] == code
+
+
+async def test_each_answer_has_the_headers_that_browsers_obey():
+    """Was: not an answer that refuses something."""
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages, aiohttp.ClientSession() as session:
+        told = {"Authorization": f"Bearer {CANARY}"}
+        for page, headers, code in (("/live", {}, 200), ("/metrics", {}, 401), ("/nothing", told, 404)):
+            async with session.get(f"{pages.url}{page}", headers=headers) as answer:
+                assert (answer.status, answer.headers["X-Content-Type-Options"]) == (code, "nosniff")
+    async with (
+        WebServer(web(), Worker()) as pages,
+        aiohttp.ClientSession(headers={"Host": "a"}) as session,
+        session.get(f"{pages.url}/metrics") as answer,
+    ):
+        assert (answer.status, answer.headers["X-Content-Type-Options"]) == (403, "nosniff")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
