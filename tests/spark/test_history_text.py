@@ -85,6 +85,19 @@ def test_an_event_does_not_depend_on_the_settings_of_the_session(spark):
         ), name
 
 
+def test_maps_whose_keys_have_no_text_are_refused_and_other_maps_are_not(spark):
+    """Was: `{"[B@4b4def89":1}`, another text in each row, so no event was a duplicate of its copy."""
+    keys = {"binary": "X'01'", "array<int>": "array(1)", "struct<a:int>": "named_struct('a', 1)"}
+    for kind, key in keys.items():
+        for column in (f"map({key}, 1)", f"array(named_struct('m', map('a', map({key}, 1))))"):
+            frame = spark.sql(f"SELECT 1 AS id, {column} AS deep")
+            says = f"column deep: has a map whose keys are {kind}, .*cast the keys"
+            refused(says, lambda frame=frame: as_events(frame))
+    with_text = "map(date'2024-01-01', 1) AS d, map(true, 1) AS b, map(1.5, 1) AS n, map('a', X'01') AS v"
+    frame = spark.sql(f"SELECT {with_text} UNION ALL SELECT {with_text}")
+    assert len({bytes(row["value"]) for row in frame.select(as_events(frame).alias("value")).collect()}) == 1
+
+
 def refused(says, run):
     with pytest.raises(SettingsError, match=says):
         run()
