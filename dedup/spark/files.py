@@ -30,7 +30,7 @@ from pyspark.sql.types import BinaryType, NullType, StringType, StructField, Str
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
-from dedup.spark.input_files import reader_options
+from dedup.spark.input_files import reader_options, refuse_unread_codecs
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import delta_table_of, files_of_runs
 from dedup.spark.map_side import OffsetRuns
@@ -360,7 +360,7 @@ def _table_of_files(
     spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None, *, text_paths: bool
 ) -> _Input:
     """Return the content of the files as a table. Raises SettingsError if JSON files are in a partition directory (such
-    as ``topic=a/``) named after a record column.
+    as ``topic=a/``) named after a record column, or if Spark would find no lines in a compressed file.
     """
     of_runs, others = files_of_runs(spark, paths)
     options = reader_options(spark, others, base) if others else {}
@@ -380,6 +380,7 @@ def _table_of_files(
         return _of_files(table if schema == table.schema else reader.schema(schema).parquet(*paths), of_path)
     reader = reader.option("lineSep", "\n")
     lines = reader.text(list(paths))
+    refuse_unread_codecs(spark, sorted(lines.inputFiles()))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
     if taken:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+
 import pytest
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
@@ -131,6 +133,21 @@ def test_lines_that_are_no_records_are_refused(spark, tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"value": "{\\"id\\":1}"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(SettingsError, match="Nothing was published"), translated_errors():
         read_files(spark, [str(tmp_path / "in.jsonl")], "json-records")
+
+
+@pytest.mark.parametrize("name", ["a b.json.bz2", "a.BZ2", "a.json.snappy", "a.lz4"])
+def test_a_file_in_which_hadoop_finds_no_line_is_refused(spark, tmp_path, name):
+    """Was: read as a file without lines, so its events were lost without a word."""
+    for number, line in enumerate((b'{"id":1}\n', b"")):
+        (tmp_path / f"{number} {name}").write_bytes(line)
+    (tmp_path / "real.bz2").write_bytes(bz2.compress(b'{"id":2}\n'))
+    says = r"0%20a.*is named \.bz2, but is not bzip2" if "bz2" in name.lower() else r"compress it as \.gz or \.bz2"
+    for fmt in ("json", "json-records"):
+        refused(says, lambda fmt=fmt: read_files(spark, [str(tmp_path)], fmt))
+    (tmp_path / f"0 {name}").unlink()
+    assert [bytes(row["value"]) for row in read_files(spark, [str(tmp_path)], "json").records.collect()] == [
+        b'{"id":2}'
+    ]
 
 
 def test_lines_that_are_records_may_have_no_value_and_no_others(spark, tmp_path):
