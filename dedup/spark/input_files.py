@@ -21,6 +21,7 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
 
+LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 PATTERN_CHARACTERS: Final = "*?[{\\"
 """The characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
 PATTERN: Final = re.compile(f"[{re.escape(PATTERN_CHARACTERS)}]")
@@ -112,6 +113,15 @@ def refuse_unread_codecs(spark: SparkSession, files: Sequence[str]) -> None:
         for file, begin in found
         if not (file.lower().endswith(".bz2") and begin == _BZIP2)
     ]
+    if problems:
+        raise SettingsError(problems)
+
+
+def refuse_lossy(spark: SparkSession) -> None:
+    """Raise SettingsError if the session skips files of tables; unlike a path's files, tables take no `LOSSLESS`."""
+    names = (f"spark.sql.files.{name}" for name in LOSSLESS)
+    text = "is true, so Spark would leave out rows of the table; set it to false in the session"
+    problems = [Problem(name, text) for name in names if str(spark.conf.get(name)).strip().lower() == "true"]
     if problems:
         raise SettingsError(problems)
 
