@@ -30,7 +30,7 @@ from pyspark.sql.types import BinaryType, NullType, StringType, StructField, Str
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
-from dedup.spark.input_files import reader_options
+from dedup.spark.input_files import LOSSLESS, reader_options, refuse_lossy, refuse_unread_codecs
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import delta_table_of, files_of_runs
 from dedup.spark.map_side import OffsetRuns
@@ -43,7 +43,6 @@ FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 `columns.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
-LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 
 _NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
@@ -176,8 +175,9 @@ def read_files(
     `day=2026-01-31/`) become columns. If ``text_paths`` is true, these columns are text; otherwise, Spark infers their
     types. If ``by_arrival`` is true, every row must show that the broker set its timestamp (`columns.as_records`).
     Raises SettingsError with a list of all files that are damaged or whose schema differs from that of the first file.
-    Also raises SettingsError for a path inside a Delta or Iceberg table that is not read as a table. Raises
-    TopologyError if a required column is missing or a column has the wrong type.
+    Also raises SettingsError for a path inside a Delta or Iceberg table that is not read as a table, and for a table if
+    the session skips damaged or missing files. Raises TopologyError if a required column is missing or a column has the
+    wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -199,8 +199,10 @@ def read_table(
 ) -> History:
     """Return the records of a table; their identity is computed from the table's files.
 
-    Raises TopologyError if a required column is missing or a column has the wrong type.
+    Raises TopologyError if a required column is missing or a column has the wrong type, and SettingsError if the
+    session skips damaged or missing files.
     """
+    refuse_lossy(table.sparkSession)
     return _history(_of_files(table, []), fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
 
 
@@ -248,6 +250,7 @@ class _Input:
 
 
 def _latest_of_tables(spark: SparkSession, names: Sequence[str], fmt: FileFormat) -> _Input:
+    refuse_lossy(spark)
     pinned = [_pinned_path(spark, name) if fmt == "delta" else _pinned_table(spark, name) for name in names]
     _refuse_other_types(names, [each.table.schema for each in pinned])
     table = reduce(DataFrame.unionByName, (each.table for each in pinned))
@@ -360,7 +363,7 @@ def _table_of_files(
     spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None, *, text_paths: bool
 ) -> _Input:
     """Return the content of the files as a table. Raises SettingsError if JSON files are in a partition directory (such
-    as ``topic=a/``) named after a record column.
+    as ``topic=a/``) named after a record column, or if Spark would find no lines in a compressed file.
     """
     of_runs, others = files_of_runs(spark, paths)
     options = reader_options(spark, others, base) if others else {}
@@ -380,6 +383,7 @@ def _table_of_files(
         return _of_files(table if schema == table.schema else reader.schema(schema).parquet(*paths), of_path)
     reader = reader.option("lineSep", "\n")
     lines = reader.text(list(paths))
+    refuse_unread_codecs(spark, sorted(lines.inputFiles()))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
     if taken:

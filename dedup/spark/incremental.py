@@ -35,9 +35,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import Problem, StateIncompatible, TopologyError
 from dedup.spark.batch_verdicts import ORDER_TEXTS, Shuffled, balanced, mode_of, shuffled
-from dedup.spark.files import LOSSLESS, History
+from dedup.spark.files import History
 from dedup.spark.incremental_input import GrowingInput, id_types
-from dedup.spark.input_files import literal
+from dedup.spark.input_files import LOSSLESS, literal
 from dedup.spark.map_side import LogEnd, LogEnds, Mode, ends_after
 from dedup.spark.reduce_side import layer_rows
 from dedup.spark.row_events import same_ids

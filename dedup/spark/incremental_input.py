@@ -23,8 +23,8 @@ from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, FirstOfRu
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.batch_verdicts import history_of
 from dedup.spark.columns import absent_from, as_records
-from dedup.spark.files import LOSSLESS, FileFormat, History, read_files, read_table
-from dedup.spark.input_files import PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden, refuse_lost_columns
+from dedup.spark.files import FileFormat, History, read_files, read_table
+from dedup.spark.input_files import LOSSLESS, PATTERN, PATTERN_CHARACTERS, literal, refuse_hidden, refuse_lost_columns
 from dedup.spark.row_events import as_events, quoted, type_at
 from dedup.spark.session import HadoopDirectory
 from dedup.spark.table_log import DeltaLog

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
@@ -20,11 +21,14 @@ from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
 
+LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 PATTERN_CHARACTERS: Final = "*?[{\\"
 """The characters that turn a path into a pattern for Hadoop (`GlobPattern`)."""
 PATTERN: Final = re.compile(f"[{re.escape(PATTERN_CHARACTERS)}]")
 _SPECIAL: Final = re.compile(r"[*?\[\]{}\\]")
 _NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
+_BZIP2: Final = b"BZh"
+"""The first bytes of every file of bzip2."""
 Kind = Literal["Delta", "Iceberg"]
 _TABLES: Final[Mapping[Kind, str]] = {
     "Delta": "is a Delta table, whose files also contain deleted and rewritten rows; read it with --format delta",
@@ -89,6 +93,35 @@ def refuse_hidden(spark: SparkSession, paths: Iterable[str]) -> None:
     hidden = [path for path in paths if _HIDDEN.fullmatch(_name(path)) and not PATTERN.search(path)]
     text = "is a file that Spark skips, because its name begins with `_` or `.`, or ends with `._COPYING_`; rename it"
     problems = [Problem(path, text) for path in hidden if _Look(spark).is_file(path)]
+    if problems:
+        raise SettingsError(problems)
+
+
+def refuse_unread_codecs(spark: SparkSession, files: Sequence[str]) -> None:
+    """Raise SettingsError if Hadoop could find no line in one of the text ``files`` (URIs) without an error: the name
+    ends with ``.snappy`` or ``.lz4``, or it ends with ``.bz2`` and the content is not bzip2.
+    """
+    look = _Look(spark)
+    suspects = [file for file in files if file.lower().endswith((".bz2", ".snappy", ".lz4"))]
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+        begins = pool.map(look.begin_of, suspects)
+        found = [(file, begin) for file, begin in zip(suspects, begins, strict=True) if begin]
+    problems = [
+        Problem(file, "is named .bz2, but is not bzip2. Nothing was judged. Correct its name, or repair or remove it")
+        if file.lower().endswith(".bz2")
+        else Problem(file, "has a compression that is read only in a form of Hadoop; compress it as .gz or .bz2")
+        for file, begin in found
+        if not (file.lower().endswith(".bz2") and begin == _BZIP2)
+    ]
+    if problems:
+        raise SettingsError(problems)
+
+
+def refuse_lossy(spark: SparkSession) -> None:
+    """Raise SettingsError if the session skips files of tables; unlike a path's files, tables take no `LOSSLESS`."""
+    names = (f"spark.sql.files.{name}" for name in LOSSLESS)
+    text = "is true, so Spark would leave out rows of the table; set it to false in the session"
+    problems = [Problem(name, text) for name in names if str(spark.conf.get(name)).strip().lower() == "true"]
     if problems:
         raise SettingsError(problems)
 
@@ -162,6 +195,7 @@ class _Look:
     def __init__(self, spark: SparkSession) -> None:
         jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
         self._path: Final = jvm.org.apache.hadoop.fs.Path
+        self._uri: Final = jvm.java.net.URI
         self._conf: Final = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
 
     def qualified(self, path: str) -> str:
@@ -173,6 +207,13 @@ class _Look:
         """Return whether the path names an existing file."""
         at = self._path(path)
         return bool(at.getFileSystem(self._conf).isFile(at))
+
+    def begin_of(self, file: str) -> bytes:
+        """Return the first three bytes of a file, whose name is a URI, or fewer if the file is shorter."""
+        path = self._path(self._uri(file))
+        with closing(path.getFileSystem(self._conf).open(path)) as stream:
+            found = [stream.read() for _ in _BZIP2]
+        return bytes(each for each in found if each >= 0)
 
     def named(self, paths: Iterable[str], files: frozenset[str]) -> dict[str, str]:
         """Map each file or directory that ``paths`` name to the directory below which to look for columns.

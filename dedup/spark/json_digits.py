@@ -1,5 +1,5 @@
 """Finds JSON values that Spark's parser would change without an error: numbers that a column cannot keep exactly, and
-times that are not RFC 3339 strings.
+times and dates that are not RFC 3339 strings.
 
 Spark's JSON parser reports a value of the wrong type, but not a number that it rounds: `1.005` becomes 1.01 in a column
 of type DECIMAL(10,2), `12345678901234567.89` becomes `1.2345678901234568E16` in a column of type STRING, and `1e400`
@@ -31,6 +31,7 @@ strings, and any character of a string may be escaped.
 """
 # Spark cannot read the lower-case letters that `core.event_time` accepts.
 _RFC3339: Final = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$"
+_DAY: Final = r"^\d{4}-\d\d-\d\d$"
 
 
 def inexact(value: Column, payload: t.StructType) -> Column:
@@ -50,15 +51,17 @@ def inexact(value: Column, payload: t.StructType) -> Column:
 
 
 def unclear_times(value: Column, payload: t.StructType) -> Column:
-    """Return a column with a message if a TIMESTAMP in the JSON text ``value`` is not an RFC 3339 string, or null.
+    """Return a column with a message if a TIMESTAMP or DATE in the JSON text ``value`` is not a time or a day of RFC
+    3339, or null.
 
     Spark's JSON parser reads a number as seconds. It adds today's date to `08:00`, and the session's time zone to a
-    time without an offset from UTC.
+    time without an offset from UTC. It reads the day `20240131` as one of the year 57385, and `2024` as January 1.
     """
     if not _has_times(payload):
         return fn.lit(None).cast("string")
     texts = fn.from_json(value.cast("string"), cast("t.StructType", _with_texts(payload)))
-    return fn.when(_unclear(texts, payload), fn.lit("a TIMESTAMP is not a time such as 2024-01-31T00:00:00Z"))
+    text = "a TIMESTAMP is not a time such as 2024-01-31T00:00:00Z, or a DATE is not a day such as 2024-01-31"
+    return fn.when(_unclear(texts, payload), fn.lit(text))
 
 
 def _has_times(kind: t.DataType) -> bool:
@@ -70,11 +73,11 @@ def _has_times(kind: t.DataType) -> bool:
         case t.MapType():
             return _has_times(kind.valueType)
         case _:
-            return isinstance(kind, t.TimestampType)
+            return isinstance(kind, t.TimestampType | t.DateType)
 
 
 def _with_texts(kind: t.DataType) -> t.DataType:
-    """Return a type with STRING instead of TIMESTAMP, which keeps the text of any JSON value."""
+    """Return a type with STRING instead of TIMESTAMP and DATE, which keeps the text of any JSON value."""
     match kind:
         case t.StructType():
             return t.StructType([t.StructField(each.name, _with_texts(each.dataType)) for each in kind.fields])
@@ -82,14 +85,14 @@ def _with_texts(kind: t.DataType) -> t.DataType:
             return t.ArrayType(_with_texts(kind.elementType))
         case t.MapType():
             return t.MapType(kind.keyType, _with_texts(kind.valueType))
-        case t.TimestampType():
+        case t.TimestampType() | t.DateType():
             return t.StringType()
         case _:
             return kind
 
 
 def _unclear(column: Column, kind: t.DataType) -> Column:
-    """Return a condition that is true if a column of type `_with_texts` has an unclear time."""
+    """Return a condition that is true if a column of type `_with_texts` has an unclear time or day."""
     match kind:
         case t.StructType():
             parts = [each for each in kind.fields if _has_times(each.dataType)]
@@ -99,7 +102,7 @@ def _unclear(column: Column, kind: t.DataType) -> Column:
         case t.MapType():
             return _unclear(fn.map_values(column), t.ArrayType(kind.valueType))
         case _:
-            return column.isNotNull() & ~column.rlike(_RFC3339)
+            return column.isNotNull() & ~column.rlike(_DAY if isinstance(kind, t.DateType) else _RFC3339)
 
 
 def _leaves(kind: t.DataType) -> Iterator[t.DataType]:

@@ -82,7 +82,7 @@ def as_events(table: DataFrame) -> Column:
     different events equal. NaN counts as null, because pandas writes NaN for a missing number. JSON cannot express a
     string that is not UTF-8 or an infinite number. The result then contains the string's bytes or the word Infinity,
     and is not JSON, so the event becomes a dead letter. Raises SettingsError if Spark cannot tell the members of a
-    struct apart.
+    struct apart, or if the keys of a map have no text that is the same for equal keys.
     """
     _refuse_unclear_members(table)
     columns = [(F.col(quoted(field.name)), field) for field in table.schema.fields]
@@ -98,6 +98,11 @@ def as_events(table: DataFrame) -> Column:
 
 
 def _refuse_unclear_members(table: DataFrame) -> None:
+    keys = ((field.name, kind) for field in table.schema.fields for kind in _keys_without_text(field.dataType))
+    text = "has a map whose keys are {}, which Spark writes into JSON as different texts for equal keys; cast the keys"
+    unstable = [Problem(f"column {name}", f"{text.format(kind)} to string or drop the column") for name, kind in keys]
+    if unstable:
+        raise SettingsError(unstable)
     if not any(_unclear_members(table.schema, str.lower)):
         return
     by_case = is_case_sensitive(table.sparkSession)
@@ -128,6 +133,22 @@ def _unclear_members(kind: DataType, alike: Callable[[str], str]) -> Iterator[st
         case MapType():
             yield from _unclear_members(kind.keyType, alike)
             yield from _unclear_members(kind.valueType, alike)
+        case _:
+            pass
+
+
+def _keys_without_text(kind: DataType) -> Iterator[str]:
+    """Yield the type of the keys of each map whose keys `to_json` writes as Java writes objects: ``[B@4b4def89``."""
+    match _stored(kind):
+        case StructType(fields=fields):
+            for field in fields:
+                yield from _keys_without_text(field.dataType)
+        case ArrayType(elementType=element):
+            yield from _keys_without_text(element)
+        case MapType(keyType=key, valueType=value):
+            if isinstance(_stored(key), BinaryType | ArrayType | StructType):
+                yield key.simpleString()
+            yield from _keys_without_text(value)
         case _:
             pass
 

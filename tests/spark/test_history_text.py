@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+
 import pytest
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
@@ -85,6 +87,19 @@ def test_an_event_does_not_depend_on_the_settings_of_the_session(spark):
         ), name
 
 
+def test_maps_whose_keys_have_no_text_are_refused_and_other_maps_are_not(spark):
+    """Was: `{"[B@4b4def89":1}`, another text in each row, so no event was a duplicate of its copy."""
+    keys = {"binary": "X'01'", "array<int>": "array(1)", "struct<a:int>": "named_struct('a', 1)"}
+    for kind, key in keys.items():
+        for column in (f"map({key}, 1)", f"array(named_struct('m', map('a', map({key}, 1))))"):
+            frame = spark.sql(f"SELECT 1 AS id, {column} AS deep")
+            says = f"column deep: has a map whose keys are {kind}, .*cast the keys"
+            refused(says, lambda frame=frame: as_events(frame))
+    with_text = "map(date'2024-01-01', 1) AS d, map(true, 1) AS b, map(1.5, 1) AS n, map('a', X'01') AS v"
+    frame = spark.sql(f"SELECT {with_text} UNION ALL SELECT {with_text}")
+    assert len({bytes(row["value"]) for row in frame.select(as_events(frame).alias("value")).collect()}) == 1
+
+
 def refused(says, run):
     with pytest.raises(SettingsError, match=says):
         run()
@@ -118,6 +133,21 @@ def test_lines_that_are_no_records_are_refused(spark, tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"value": "{\\"id\\":1}"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(SettingsError, match="Nothing was published"), translated_errors():
         read_files(spark, [str(tmp_path / "in.jsonl")], "json-records")
+
+
+@pytest.mark.parametrize("name", ["a b.json.bz2", "a.BZ2", "a.json.snappy", "a.lz4"])
+def test_a_file_in_which_hadoop_finds_no_line_is_refused(spark, tmp_path, name):
+    """Was: read as a file without lines, so its events were lost without a word."""
+    for number, line in enumerate((b'{"id":1}\n', b"")):
+        (tmp_path / f"{number} {name}").write_bytes(line)
+    (tmp_path / "real.bz2").write_bytes(bz2.compress(b'{"id":2}\n'))
+    says = r"0%20a.*is named \.bz2, but is not bzip2" if "bz2" in name.lower() else r"compress it as \.gz or \.bz2"
+    for fmt in ("json", "json-records"):
+        refused(says, lambda fmt=fmt: read_files(spark, [str(tmp_path)], fmt))
+    (tmp_path / f"0 {name}").unlink()
+    assert [bytes(row["value"]) for row in read_files(spark, [str(tmp_path)], "json").records.collect()] == [
+        b'{"id":2}'
+    ]
 
 
 def test_lines_that_are_records_may_have_no_value_and_no_others(spark, tmp_path):

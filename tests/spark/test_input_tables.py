@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
+from dedup.spark.incremental_input import NewVersions
 from dedup.spark.table_log import IcebergLog
 from tests.spark.streaming import FAST_JAVA, NEEDS_ICEBERG
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, verdicts_at, write
@@ -139,6 +140,27 @@ def test_a_session_sees_what_other_jobs_commit_to_an_iceberg_table(spark):
     other.newDelete().deleteFromRowFilter(iceberg.expressions.Expressions.alwaysTrue()).commit()
     assert read_files(spark, ["lake.shop.stale"], "table").records.count() == 0
     spark.sql("DROP TABLE lake.shop.stale")
+
+
+@pytest.mark.parametrize("name", ["spark.sql.files.ignoreCorruptFiles", "spark.sql.files.ignoreMissingFiles"])
+def test_a_session_that_skips_files_of_tables_is_refused(spark, shop, tmp_path, name):
+    """Was: rows vanished without a word, or the run ended with the message that dedup has a bug."""
+    for fmt in ("parquet", "delta"):
+        write(tmp_path / fmt / "0.parquet", LOG)
+    spark.sql(f"CREATE TABLE shop.orders USING parquet LOCATION '{tmp_path}/parquet'")
+    spark.sql(f"CONVERT TO DELTA parquet.`{tmp_path}/delta`")
+    spark.conf.set(name, "TRUE")
+    try:
+        for path, fmt in (("shop.orders", "table"), (str(tmp_path / "delta"), "delta")):
+            with pytest.raises(SettingsError, match=f"{name}: is true, so Spark would leave out rows"):
+                read_files(spark, [path], fmt)
+        growing = NewVersions(spark, str(tmp_path / "delta"))
+        with pytest.raises(SettingsError, match=f"{name}: is true"):
+            growing.open(growing.pin({}))
+        # Files are read with options of their own.
+        assert read_files(spark, [str(tmp_path / "parquet")], "parquet").records.count() == len(LOG)
+    finally:
+        spark.conf.unset(name)
 
 
 def test_tables_whose_columns_have_other_types_are_refused(spark, tmp_path):

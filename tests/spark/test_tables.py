@@ -244,6 +244,24 @@ def test_a_time_that_spark_would_guess_is_rejected(spark):
     assert {(row.at, row.first) for row in kept.collect()} == {(1_769_842_800_000, 1_769_846_400_500), (None, None)}
 
 
+def test_a_day_that_spark_would_guess_is_rejected(spark):
+    """Was: `20240131` became a day of the year 57385, `2024` the first of January, and a time the day in its zone."""
+    good = ['{"id":"a","day":"2024-01-31","all":["0001-01-01",null]}', '{"id":"a","day":null}', '{"id":"a"}']
+    values = ["20240131", '"20240131"', '"19000"', '"2024"', '"2024-01"', '"2024-1-31"', '"2024-01-31T23:00:00-05:00"']
+    bad = [f'{{"id":"a","day":{each}}}' for each in values] + [f'{{"id":"a","all":[{each}]}}' for each in values]
+    bad += [f'{{"id":"a","in":{{"day":{values[1]}}}}}', '{"id":"a","day":"2024-02-31"}']
+    rows = [(b"k", each.encode(), None, 5, "orders.unique", 0, at) for at, each in enumerate([*good, *bad])]
+    schema = "day DATE, all ARRAY<DATE>, in STRUCT<day: DATE>"
+    found = table_rows(records(spark, *rows), TOPOLOGY, schema=schema, order="offset")
+    assert {row.offset: row.reason for row in found.rejected.collect()} == dict.fromkeys(
+        range(len(good), len(rows)), "schema_mismatch"
+    )
+    assert {(row.day, row.all and row.all[0]) for row in found.rows.collect()} == {
+        (dt.date(2024, 1, 31), dt.date(1, 1, 1)),
+        (None, None),
+    }
+
+
 @pytest.mark.parametrize("schema_id", ["auto", "header", "prefix"])
 def test_framed_values_become_rows(spark, schema_id):
     source = dataclasses.replace(TOPOLOGY.source, format="json_schema", schema_id=schema_id)
