@@ -590,7 +590,7 @@ def export_schemas(
 
     Example: dedup schemas export avro.yaml schemas/
 
-    dedup verify topologies/orders.yaml --set schema_registry.directory=schemas/
+    dedup verify avro.yaml --set schema_registry.directory=schemas/
     """
     from dedup.kafka.schema_registry import SchemaRegistry
 
