@@ -15,7 +15,7 @@ from dedup.errors import Problem, SettingsError
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.spark.batch_verdicts import judged, refuse_unfit
-from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, identified
+from dedup.spark.columns import COORDINATES, HEADERS, IDENTIFIED, RECORDS, digested, identified
 from dedup.spark.files import History
 from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at, refuse_open
 from dedup.spark.seed_history import OUTSIDE_KAFKA, placed, seed_marks
@@ -35,6 +35,7 @@ shows which event times a worker rejected.
 """
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
+_DIGEST: Final = "dedup_digest"
 _DIGITS: Final = 32
 """Number of hexadecimal digits of SHA-256 that are kept: 128 bits, as in `dedup verify`."""
 
@@ -182,7 +183,7 @@ class AuditCut:
 
     def _before_the_log(self, history: History) -> DataFrame:
         """Return the historical records before the fleet's first offset. Records without offsets get negative offsets,
-        in event-time order.
+        in the order in which a seed judges them: by event time, and then by content digest.
         """
         topology, topic = self.topology, self.log_topic
         if history.placed:
@@ -190,10 +191,11 @@ class AuditCut:
             return history.records.where(mine).select(*RECORDS.fieldNames())
         rows = placed(identified(history.records, topology), topology, tasks=self.partitions[topic], order="event_time")
         whole = Window.partitionBy("dedup_partition")
-        ordered = whole.orderBy("dedup_time_ms", "key", "value", "headers", "timestamp_ms")
+        ordered = whole.orderBy("dedup_time_ms", _DIGEST)
+        rows = digested(rows, _DIGEST)
         offset = fn.row_number().over(ordered).cast("long") - fn.count(fn.lit(1)).over(whole) - 1
         coordinates = {"topic": fn.lit(topic), "partition": fn.col("dedup_partition"), "offset": offset}
-        numbered = rows.withColumns(coordinates).drop("dedup_partition", *(field.name for field in IDENTIFIED))
+        numbered = rows.withColumns(coordinates).drop("dedup_partition", _DIGEST, *(field.name for field in IDENTIFIED))
         return numbered.select(*RECORDS.fieldNames())
 
     def _accepted_by_seed(self, history: DataFrame) -> DataFrame:

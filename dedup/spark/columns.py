@@ -260,6 +260,18 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 
 
+def digested(df: DataFrame, name: str) -> DataFrame:
+    """Append the content digest of each record, as 16 bytes that Spark sorts like the numbers of `content_digests`."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        for batch in batches:
+            digests = pa.array([each.tobytes() for each in content_digests(batch).astype(">u8")], pa.binary())
+            yield pa.RecordBatch.from_arrays([*batch.columns, digests], [*batch.schema.names, name])
+
+    schema = StructType([*df.schema.fields, StructField(name, BinaryType())])
+    return df.withColumn("headers", headers_of(df)).mapInArrow(run, schema)
+
+
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
     """Append the columns `IDENTIFIED` to ``df``, which must have the columns of `columns.RECORDS` and can have other
     columns.

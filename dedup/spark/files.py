@@ -35,7 +35,7 @@ from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import delta_table_of, files_of_runs
 from dedup.spark.map_side import OffsetRuns
 from dedup.spark.row_events import as_events, quoted, same_ids
-from dedup.spark.session import without_access
+from dedup.spark.session import reason_of, without_access
 from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -180,6 +180,8 @@ def read_files(
     wrong type.
     """
     place = ", ".join(paths)
+    if not all(paths):
+        raise SettingsError([Problem("--input", "is empty; give a path, or the name of a table")])
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt}, each line is already a record"
         raise SettingsError([Problem(place, text)])
@@ -189,7 +191,7 @@ def read_files(
         else:
             found = _table_of_files(spark, paths, fmt, place, base, text_paths=text_paths)
     except (AnalysisException, IllegalArgumentException) as error:
-        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
+        text = f"cannot be read as {fmt}: {reason_of(error)}"
         raise SettingsError([Problem(place, text)]) from error
     return _history(found, fmt, place, rows_are_events=rows_are_events, by_arrival=by_arrival)
 
@@ -303,6 +305,10 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             snapshot = of_iceberg.currentSnapshot()
             if snapshot is None:
                 text = "is an Iceberg table without a snapshot: nothing has been written to it"
+                raise SettingsError([Problem(name, text)])
+            if snapshot.schemaId() != of_iceberg.schema().schemaId():
+                # Spark reads a snapshot with its own schema, so the columns of the table may not be there.
+                text = "has other columns since its latest snapshot; write to the table once, then run again"
                 raise SettingsError([Problem(name, text)])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:

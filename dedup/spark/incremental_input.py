@@ -192,7 +192,7 @@ class NewVersions:
         """Return a description of the table versions that no run has read, or None if these versions appended no rows.
 
         Raises StateIncompatible if a new version changed or deleted rows, if the commit of a new version is missing
-        from the log, or if the table was dropped and created again.
+        from the log, if the table was dropped and created again, or if earlier runs read it by another path.
         """
         detail, log = self._detail(), self._log()
         self._refuse_mapped(detail)
@@ -200,7 +200,14 @@ class NewVersions:
         newest = max(log.versions(), default=-1)
         if newest < 0:
             raise SettingsError([Problem(self.place, "cannot be read as delta: it has no log of commits")])
-        before, version = position.get("versions", {}).get(log.path, (table, -1))
+        known = position.get("versions", {})
+        elsewhere = [path for path, (each, _) in known.items() if each == table and path != log.path]
+        if elsewhere and log.path not in known:
+            raise StateIncompatible(
+                f"{log.path} is the table that earlier runs read by the path {elsewhere[0]}, so its rows would be "
+                f"judged again. Nothing was changed. Give that path, or judge it into another table (--out)."
+            )
+        before, version = known.get(log.path, (table, -1))
         if table != before or newest < version:
             raise StateIncompatible(
                 f"{self.place} is not the table that earlier runs read up to version {version}: it was dropped and "

@@ -67,6 +67,8 @@ _BYTES: Final = "ISO-8859-1"
 _BARE: Final = "\u0100"
 """The character that encloses unquoted text in the JSON. No text in the encoding `_BYTES` contains this character."""
 _MOST_NAMES: Final = 20
+_MOST_DAYS: Final = 2**63 // 86_400_000_000
+"""The last day, in days since 1970, that fits into 64 bits as microseconds."""
 _INTEGERS: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 
 
@@ -201,8 +203,13 @@ def _scalar(column: Column, kind: DataType, *, raw: bool) -> Column:
         case TimestampNTZType():
             return _time(column)
         case DateType():
-            # A cast of the date itself would follow `spark.sql.legacy.timeParserPolicy`.
-            return F.substring_index(column.cast(TimestampNTZType()).cast(StringType()), " ", 1)
+            # A cast of the date itself would follow `spark.sql.legacy.timeParserPolicy`. A cast to a timestamp fails
+            # after the year 294247, so that a later date is shown by its number of days since 1970.
+            days = F.unix_date(column)
+            text = F.substring_index(
+                F.when(days.between(-_MOST_DAYS, _MOST_DAYS), column).cast(TimestampNTZType()).cast("string"), " ", 1
+            )
+            return F.coalesce(text, days.cast("string"))
         case FloatType() | DoubleType():
             number = F.when(~F.isnan(column), column)
             return F.concat(F.lit(_BARE), number.cast(StringType()), F.lit(_BARE)) if raw else number

@@ -87,6 +87,16 @@ def test_an_event_does_not_depend_on_the_settings_of_the_session(spark):
         ), name
 
 
+def test_days_that_no_timestamp_can_hold_are_written_as_numbers(spark):
+    """Was: an overflow, which ended the job."""
+    days = [-719_162, 0, 106_751_991, 106_751_992, -106_751_992, 2**31 - 1]
+    frame = spark.sql(" UNION ALL ".join(f"SELECT date_from_unix_date({day}) AS day" for day in days))
+    found = [bytes(row["value"]) for row in frame.select(as_events(frame).alias("value")).collect()]
+    assert found[:2] == [b'{"day":"0001-01-01"}', b'{"day":"1970-01-01"}']
+    assert found[2].startswith(b'{"day":"+294247-01-10"')
+    assert found[3:] == [b'{"day":"%d"}' % day for day in days[3:]]
+
+
 def test_maps_whose_keys_have_no_text_are_refused_and_other_maps_are_not(spark):
     """Was: `{"[B@4b4def89":1}`, another text in each row, so no event was a duplicate of its copy."""
     keys = {"binary": "X'01'", "array<int>": "array(1)", "struct<a:int>": "named_struct('a', 1)"}

@@ -506,8 +506,8 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
         writer = bronze_rows(spark, ids, seconds, **more).write.format("delta").mode("append").partitionBy("at")
         writer.option("mergeSchema", "true").save(bronze)
 
-    def judge():
-        source = NewVersions(spark, bronze, rows_are_events=True)
+    def judge(path=bronze):
+        source = NewVersions(spark, path, rows_are_events=True)
         return incremental(source, of_columns(), silver, now_ms=NOW_MS, say=quiet)
 
     grow([1, 2], [0, 1])
@@ -520,6 +520,11 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
     assert not judge().fresh
     spark.sql(f"OPTIMIZE delta.`{bronze}`")
     assert not judge().fresh
+    (tmp_path / "link").symlink_to(bronze)
+    with pytest.raises(
+        StateIncompatible, match=r"/link is the table that earlier runs read by the path .*/bronze \[1\]"
+    ):
+        judge(str(tmp_path / "link"))  # Was: judged again, and each row was a duplicate.
     spark.sql(f"DELETE FROM delta.`{bronze}` WHERE id = 5")
     with pytest.raises(StateIncompatible, match=r"version \d \(DELETE\) changed or deleted rows"):
         judge()

@@ -73,6 +73,8 @@ def test_another_delta_table_at_the_same_path_is_another_input(spark, log, tmp_p
     [
         ("shop.nowhere", "cannot be read as table: .*TABLE_OR_VIEW_NOT_FOUND"),
         ("shop.none", "has no files: it is empty"),
+        ("not a name", r"cannot be read as table: \[PARSE_SYNTAX_ERROR\]"),
+        ("", "--input: is empty; give a path, or the name of a table"),
     ],
 )
 def test_a_name_that_is_no_table_of_records_is_refused(spark, shop, name, text):
@@ -195,6 +197,21 @@ def test_an_iceberg_table_partitioned_by_transforms_is_read(spark, tmp_path):
     assert history.records.columns[-1] == "p"
     assert history.records.count() == 1
     spark.sql("DROP TABLE lake.shop.days")
+
+
+@NEEDS_ICEBERG
+def test_an_iceberg_table_whose_columns_changed_after_its_snapshot_is_refused(spark):
+    """Was: a traceback, because the snapshot has the column by its old name."""
+    spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    spark.sql("CREATE TABLE lake.shop.renamed (value STRING, day STRING) USING iceberg PARTITIONED BY (day)")
+    insert = """INSERT INTO lake.shop.renamed VALUES ('{"id":1}', 'x')"""
+    spark.sql(insert)
+    spark.sql("ALTER TABLE lake.shop.renamed RENAME COLUMN day TO d")
+    with pytest.raises(SettingsError, match=r"renamed: has other columns since its latest snapshot; write to the"):
+        read_files(spark, ["lake.shop.renamed"], "table")
+    spark.sql(insert)
+    assert read_files(spark, ["lake.shop.renamed"], "table").records.columns[-1] == "d"
+    spark.sql("DROP TABLE lake.shop.renamed")
 
 
 CREATE = """

@@ -178,6 +178,25 @@ def test_an_audit_leaves_out_what_the_seed_refused_for_its_time(spark, make_job)
     assert sum(books.unique for books in found.books) > 100
 
 
+def test_an_audit_orders_equal_times_of_a_history_as_the_seed_did(spark, make_job, topic_names):
+    """Was: by the bytes of the values, so it expected other unique and other conflicting records: exit code 4."""
+    job = make_job(document={"conflicts": topic_names("conflicts"), "guard_period": "1d"})
+    ids = [b"id-%d" % number for number in range(40)]
+    made = [
+        Event(partitions([each], 2)[0], b'{"id":"%s","n":%d}' % (each, n), BASE_MS, each)
+        for each in ids
+        for n in (1, 2)
+    ]
+    job.send(made)
+    files = as_files(spark, made)
+    seed(spark, job.topology, job.settings, "earliest", history=files)
+    job.finish()
+    found = audit(spark, job.topology, job.settings, history=files)
+    assert found.passed, found.to_json()
+    # One event of each ID is the one that the seed forwarded, and the other is not.
+    assert sum(books.conflicts for books in found.books) == len(ids)
+
+
 def test_a_seed_and_an_audit_read_several_files_whose_sizes_are_in_another_order_than_their_offsets(
     spark, make_job, tmp_path
 ):
