@@ -29,6 +29,8 @@ _SPECIAL: Final = re.compile(r"[*?\[\]{}\\]")
 _NO_COLUMNS_OF_PATH: Final = {*RECORDS.names, "timestamp", "run", *(field.name for field in JUDGED)}
 _BZIP2: Final = b"BZh"
 """The first bytes of every file of bzip2."""
+_HADOOP_BLOCK: Final = 0
+"""The first byte of Hadoop's snappy and lz4 files, which begin with the length of a block, less than 16 MiB."""
 Kind = Literal["Delta", "Iceberg"]
 _TABLES: Final[Mapping[Kind, str]] = {
     "Delta": "is a Delta table, whose files also contain deleted and rewritten rows; read it with --format delta",
@@ -98,8 +100,9 @@ def refuse_hidden(spark: SparkSession, paths: Iterable[str]) -> None:
 
 
 def refuse_unread_codecs(spark: SparkSession, files: Sequence[str]) -> None:
-    """Raise SettingsError if Hadoop could find no line in one of the text ``files`` (URIs) without an error: the name
-    ends with ``.snappy`` or ``.lz4``, or it ends with ``.bz2`` and the content is not bzip2.
+    """Raise SettingsError if Hadoop could find no line in one of the text ``files`` (URIs) without an error.
+
+    The content of such a file does not begin as its name says: ``.bz2``, or Hadoop's form of ``.snappy`` or ``.lz4``.
     """
     look = _Look(spark)
     suspects = [file for file in files if file.lower().endswith((".bz2", ".snappy", ".lz4"))]
@@ -109,9 +112,9 @@ def refuse_unread_codecs(spark: SparkSession, files: Sequence[str]) -> None:
     problems = [
         Problem(file, "is named .bz2, but is not bzip2. Nothing was judged. Correct its name, or repair or remove it")
         if file.lower().endswith(".bz2")
-        else Problem(file, "has a compression that is read only in a form of Hadoop; compress it as .gz or .bz2")
+        else Problem(file, "is not in Hadoop's form of its compression. Nothing was judged. Compress it as .gz or .bz2")
         for file, begin in found
-        if not (file.lower().endswith(".bz2") and begin == _BZIP2)
+        if begin != _BZIP2 and (file.lower().endswith(".bz2") or begin[0] != _HADOOP_BLOCK)
     ]
     if problems:
         raise SettingsError(problems)

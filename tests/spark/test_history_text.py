@@ -151,13 +151,22 @@ def test_a_file_in_which_hadoop_finds_no_line_is_refused(spark, tmp_path, name):
     for number, line in enumerate((b'{"id":1}\n', b"")):
         (tmp_path / f"{number} {name}").write_bytes(line)
     (tmp_path / "real.bz2").write_bytes(bz2.compress(b'{"id":2}\n'))
-    says = r"0%20a.*is named \.bz2, but is not bzip2" if "bz2" in name.lower() else r"compress it as \.gz or \.bz2"
+    says = r"0%20a.*is named \.bz2, but is not bzip2" if "bz2" in name.lower() else r"Compress it as \.gz or \.bz2"
     for fmt in ("json", "json-records"):
         refused(says, lambda fmt=fmt: read_files(spark, [str(tmp_path)], fmt))
     (tmp_path / f"0 {name}").unlink()
     assert [bytes(row["value"]) for row in read_files(spark, [str(tmp_path)], "json").records.collect()] == [
         b'{"id":2}'
     ]
+
+
+@pytest.mark.parametrize("codec", ["snappy", "lz4", "bzip2"])
+def test_a_compressed_file_that_spark_has_written_is_read(spark, tmp_path, codec):
+    spark.range(3).selectExpr("to_json(struct(id)) AS value").coalesce(1).write.text(
+        f"{tmp_path}/in", compression=codec
+    )
+    rows = read_files(spark, [f"{tmp_path}/in"], "json").records.collect()
+    assert {bytes(row["value"]) for row in rows} == {b'{"id":0}', b'{"id":1}', b'{"id":2}'}
 
 
 def test_lines_that_are_records_may_have_no_value_and_no_others(spark, tmp_path):
