@@ -306,10 +306,11 @@ def _pinned_table(spark: SparkSession, name: str) -> _Input:
             if snapshot is None:
                 text = "is an Iceberg table without a snapshot: nothing has been written to it"
                 raise SettingsError([Problem(name, text)])
-            if snapshot.schemaId() != of_iceberg.schema().schemaId():
-                # Spark reads a snapshot with its own schema, so the columns of the table may not be there.
-                text = "has other columns since its latest snapshot; write to the table once, then run again"
-                raise SettingsError([Problem(name, text)])
+            # Spark reads a snapshot with the schema of its time. An early snapshot has none, so the present one counts.
+            schemas = filter(None, (of_iceberg.schemas().get(snapshot.schemaId()), of_iceberg.schema()))
+            names = [{each.name() for each in schema.columns()} for schema in schemas]
+            if not names[0] <= names[-1]:
+                raise SettingsError([Problem(name, "lacks a column of its snapshot; write to it once, then run again")])
             return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), _identity_columns(of_iceberg))
         case _:
             # A session caches the list of a table's files, and would miss files that other jobs have added.
