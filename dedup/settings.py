@@ -66,7 +66,7 @@ _QUOTED: Final = re.compile(r'"[^"]*"')
 _FIRST_TO_LAST: Final = re.compile(r'".*"', re.DOTALL)
 """Matches all quotations at once, because the end of one that contains quotation marks cannot be found."""
 _PIECE: Final = 4
-"""So many characters of a value that may be secret are not shown, not even without the rest."""
+"""The number of consecutive characters of a value, which may be secret, that no message shows."""
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
@@ -144,7 +144,7 @@ _BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:po
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
-# An empty text, for example of an empty variable, must not mean "not set": other CAs would be trusted.
+# Empty text, for example from an empty variable, must not mean "not set": other CAs would be trusted.
 _User = Annotated[str, accepting(str.strip, "is empty; write a user, or leave it out")]
 _File = Annotated[str, accepting(str.strip, "is empty; write a file, or leave it out"), AfterValidator(_expanded)]
 
@@ -334,8 +334,8 @@ def load_settings(
     If ``path`` is None, the config file is `config/local.yaml`, which need not exist. An override is a string such as
     ``commit_interval=50ms``. If ``environ`` is given, it is used instead of the process environment.
 
-    Raises SettingsError, listing every problem, if any setting is invalid, and also if it cannot be found out whether
-    `config/local.yaml` exists, because that file may contain settings that must not be ignored.
+    Raises SettingsError, listing every problem, if any setting is invalid. Also raises SettingsError if dedup cannot
+    determine whether `config/local.yaml` exists, because that file may contain settings that must not be ignored.
     """
     path = _default_config() if path is None else Path(path)
     environ = os.environ if environ is None else environ

@@ -24,10 +24,10 @@ from dedup.cli.inputs import (
     read_settings,
     read_topology,
     refuse_no_page,
+    reported,
     say_report,
-    write_report,
 )
-from dedup.errors import BrokerUnavailable, DedupError, Problem, SettingsError, StateIncompatible, VerificationFailed
+from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,7 +135,7 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
     # With --json, stdout contains the report and nothing else.
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
-    if math.isnan(minutes):  # It is neither less than the least number nor more than the greatest.
+    if math.isnan(minutes):  # No comparison with NaN is true, so NaN passes the limits of the option.
         raise SettingsError([Problem("--minutes", "is not a number")])
     parsed = read_topology(topology)
     _refuse_untestable(topology, parsed)
@@ -160,17 +160,11 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
 
 def _publish(found: ChaosReport, page: Path, console: Console, *, as_json: bool) -> None:
-    """Write the reports and print the result, also if the reports cannot be written. Raises DedupError then."""
-    failed: DedupError | None = None
-    try:
-        write_report(page, found.to_html(), found.to_json())
-    except DedupError as error:
-        failed = error
-    print_report(found, None if failed else page, console)
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-    if failed is not None:
-        raise failed
+    """Print the result, and write its reports; see `reported`."""
+    with reported(page, found.to_html, found.to_json) as written:
+        print_report(found, written, console)
+        if as_json:
+            typer.echo(found.to_json(), nl=False)
 
 
 def _refuse_untestable(file: Path, topology: Topology) -> None:

@@ -26,12 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dedup.chaos.fault_run import ChaosFleet
 from dedup.chaos.live_checker import Watch
 from dedup.chaos.load import ANY_PARTITION, AT_LEAST_ONCE, Made, Sender, make_topic
-from dedup.cli.inputs import embedded_kafka, read_ingest, read_settings, read_topology, reading_bar, write_report
+from dedup.cli.inputs import embedded_kafka, read_ingest, read_settings, read_topology, reading_bar, reported
 from dedup.embedded.child_process import DEDUP, Processes
 from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, VerificationFailed
+from dedup.errors import BrokerUnavailable, InvariantBroken, VerificationFailed
 from dedup.settings import Settings, without_settings
 from dedup.topology.chain import Named, describe_chain
 from dedup.topology.model import Topology
@@ -201,21 +201,14 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
     """Print the report and, unless ``page`` is None, also write it to the path ``page``.
 
-    Raises DedupError if the page cannot be written; the result is printed nevertheless. Raises VerificationFailed
-    unless each flight was forwarded exactly once.
+    Raises DedupError if the page cannot be written; see `reported`. Raises VerificationFailed unless each flight was
+    forwarded exactly once.
     """
-    failed: DedupError | None = None
-    if page is not None:
-        try:
-            write_report(page, to_html(found), found.to_json())
-        except DedupError as error:
-            failed = error
     forwarded = sum(books.unique for books in found.books)
     relation = "=" if forwarded == distinct else "IS NOT"
-    console.print(f"forwarded {forwarded:,} {relation} distinct flights {distinct:,}")
-    print_report(found, console)
-    if failed is not None:
-        raise failed
+    with reported(page, lambda: to_html(found), found.to_json):
+        console.print(f"forwarded {forwarded:,} {relation} distinct flights {distinct:,}")
+        print_report(found, console)
     if not found.passed or found.not_provable or forwarded != distinct:
         raise VerificationFailed(
             f"The demo forwarded {forwarded} of {distinct} distinct flights; {found.closing_line()}. "

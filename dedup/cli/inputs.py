@@ -149,7 +149,25 @@ def where_named(page: Path | None) -> str:
     return "Run it again with --report to get up to 100 of each kind." if page is None else f"{page} names the records."
 
 
-def write_report(page: Path, html: str, data: str) -> None:
+@contextlib.contextmanager
+def reported(page: Path | None, html: Callable[[], str], data: Callable[[], str]) -> Iterator[Path | None]:
+    """Write the HTML and JSON reports if ``page`` is given, and run the ``with`` block, which prints the result.
+
+    The block gets ``page``, or None if no report was written. If a report cannot be written, raises DedupError after
+    the block, so that the result, which may have taken hours, is printed nevertheless.
+    """
+    failed: DedupError | None = None
+    if page is not None:
+        try:
+            _write_report(page, html(), data())
+        except DedupError as error:
+            failed = error
+    yield None if failed else page
+    if failed is not None:
+        raise failed
+
+
+def _write_report(page: Path, html: str, data: str) -> None:
     """Write the HTML report to ``page``, and the JSON report next to it. Raises DedupError if that fails."""
     for file, text in ((page, html), (page.with_suffix(".json"), data)):
         try:
@@ -162,27 +180,17 @@ def write_report(page: Path, html: str, data: str) -> None:
 
 
 def publish(found: Report, page: Path | None, command: str, *, as_json: bool) -> None:
-    """Write a verification's HTML and JSON reports if ``page`` is given, and print the result as JSON or as a table.
-
-    Raises DedupError if a report cannot be written; the result, which may have taken hours, is printed nevertheless.
-    """
+    """Print a verification's result as JSON or as a table, and write reports if ``page`` is given; see `reported`."""
     from dedup.verify.render import print_report, to_html
 
-    failed: DedupError | None = None
-    if page is not None:
-        try:
-            write_report(page, to_html(found, command), found.to_json())
-        except DedupError as error:
-            failed = error
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-    else:
+    with reported(page, lambda: to_html(found, command), found.to_json) as written:
+        if as_json:
+            typer.echo(found.to_json(), nl=False)
+            return
         console = Console()
-        if page is not None and failed is None:
-            say_report(page, console)
+        if written is not None:
+            say_report(written, console)
         print_report(found, console)
-    if failed is not None:
-        raise failed
 
 
 def say_report(page: Path, console: Console) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dedup.verify.explanation import ExplainedRecord, Explanation
 
 _MOST_DIGITS: Final = 18
-"""So many digits Python always converts; it refuses thousands of them."""
+"""The maximum number of digits in an option. Python refuses to convert thousands of digits."""
 
 
 def explain(

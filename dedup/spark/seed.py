@@ -286,7 +286,7 @@ def _marks(
 
 def _write_sightings(rows: DataFrame, plan: WritePlan) -> dict[int, bool]:
     """Seed the partitions that have sightings. Map each partition to whether an earlier run had already finished it."""
-    # Earlier segments come first in the keys, too, as `sighting_batches` explains.
+    # Earlier segments must come first, as in `sighting_batches`. A key begins with its segment.
     placed = rows.repartition(len(plan.marks), "dedup_partition").sortWithinPartitions("dedup_partition", "key")
     try:
         with translated_errors():

@@ -15,7 +15,7 @@ UUID_KEY_BYTES: Final = 17
 """The length of the state key of a UUID."""
 KINDS: Final = "uuid, integer or text:LENGTH"
 _MOST_DIGITS: Final = 18
-"""So many digits Python always converts; it refuses thousands of them."""
+"""The maximum number of digits in an option. Python refuses to convert thousands of digits."""
 _INTEGER_KEY_BYTES: Final = 6
 """The length of the state key of an integer ID up to a trillion."""
 _TAG_BYTES: Final = 1

@@ -71,7 +71,7 @@ Span = tuple[int, int]
 
 
 def metadata_of(left: Iterable[Span]) -> str:
-    """Return the metadata that name the left records by each span's distance from the previous one, and its length."""
+    """Return the metadata that names the left records by each span's distance from the previous one, and its length."""
     parts, reached = [], 0
     for first, after in left:
         parts.append(f"{first - reached}+{after - first}")
@@ -80,7 +80,7 @@ def metadata_of(left: Iterable[Span]) -> str:
 
 
 def left_in(metadata: str) -> list[Span]:
-    """Return the spans that an offset's metadata name. An offset set by hand or by an older release has none."""
+    """Return the spans that an offset's metadata names. An offset set by hand or by an older release has none."""
     found = _METADATA.fullmatch(metadata)
     left: list[Span] = []
     reached = 0
@@ -156,7 +156,7 @@ class Remaining:
 
     @property
     def position(self) -> Position:
-        """The position to commit, whose metadata name all left records."""
+        """The position to commit, whose metadata names all left records."""
         return Position(self.unread[-1][0], metadata=metadata_of([*self.left, *self.unread[:-1]]))
 
     @property
@@ -346,7 +346,7 @@ class Replay:
         compression = self.settings.topics.compression
         for target, part in sorted(found.lines.items()):
             session.add(fill(target, part, compression=compression, most_rows=single))
-        # The position is committed even if no record was sent, because the metadata then name more left records.
+        # The position is committed even if no record was sent, because the metadata then names more left records.
         await session.commit({side: found.remaining.position})
         self.done.sent += sum(map(len, found.lines.values()))
         self.told |= {f"{side}/{offset}": why for offset, why in found.told.items()}

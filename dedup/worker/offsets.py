@@ -210,7 +210,7 @@ def offset_metadata(feeding_id: str, changelog_id: str | None = None) -> str:
 
 
 def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible if the metadata of a committed offset name another topic or an unfinished reset.
+    """Raise StateIncompatible if the metadata of a committed offset names another topic or an unfinished reset.
 
     An offset without metadata is accepted, because it was set by hand or by an older release.
     """

@@ -114,7 +114,7 @@ class TaskFactory:
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     begun: dict[TopicPartition, int] = field(init=False, default_factory=dict)
-    """The offsets at which tasks began that found no commit of the group."""
+    """The offsets at which tasks began because the group had no committed offset."""
     check: TopicCheck = field(init=False)
     """Checks that the topics that tasks read were not deleted, recreated, or given more partitions since the start."""
     limits: Limits = field(init=False)
