@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import typer
 from hypothesis import HealthCheck, settings
+from typer.main import get_command
 
 from tests import brokers
 from tests.brokers import Admin, RunningKafka
@@ -41,6 +45,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """Let Typer's CliRunner build the same commands only once, which takes longer than most tests of them."""
+
+    built: dict[tuple[object, ...], Any] = {}
+
+    def command_of(app: typer.Typer) -> Any:
+        names = tuple((each.name, each.callback) for each in app.registered_commands)
+        if names not in built:
+            built[names] = get_command(app)
+        return built[names]
+
+    with patch("typer.testing._get_command", command_of):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,9 @@ from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import Header, TopicPartition
 from dedup.topology.model import Topology, extractor_of
 
+SLICE_ROWS: Final = 8_192
+SLICE_BYTES: Final = 16 << 20
+"""Limits of the rows and bytes that a task processes at a time. This many rows fit into the processor's caches."""
 Batches = Iterator[pa.RecordBatch]
 BatchFunction = Callable[[Iterable[pa.RecordBatch]], Batches]
 """The type of a function for `mapInArrow`."""
@@ -124,6 +127,43 @@ def as_records(
             F.raise_error(fault).cast(LongType())
         )
     return df.select(*(column.alias(name) for name, column in columns.items()), *others)
+
+
+def gathered(batches: Iterable[pa.RecordBatch], most_rows: int = SLICE_ROWS, most_bytes: int = SLICE_BYTES) -> Batches:
+    """Concatenate consecutive batches until they have ``most_rows`` rows or ``most_bytes`` bytes."""
+    held: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    for batch in batches:
+        held.append(batch)
+        rows, size_bytes = rows + batch.num_rows, size_bytes + batch.nbytes
+        if rows >= most_rows or size_bytes >= most_bytes:
+            yield together(held)
+            held, rows, size_bytes = [], 0, 0
+    if held:
+        yield together(held)
+
+
+def together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """Return one batch with the rows of all batches."""
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+
+
+def divided(batches: Iterable[pa.RecordBatch]) -> Batches:
+    """Divide each batch into slices of at most `SLICE_ROWS` rows and, unless a slice has only one row, at most
+    `SLICE_BYTES` bytes.
+    """
+    for batch in batches:
+        for begin in range(0, batch.num_rows, SLICE_ROWS):
+            yield from _halved(batch.slice(begin, SLICE_ROWS))
+
+
+def _halved(batch: pa.RecordBatch) -> Batches:
+    half = batch.num_rows // 2
+    if not half or batch.nbytes <= SLICE_BYTES:
+        yield batch
+    else:
+        yield from _halved(batch.slice(0, half))
+        yield from _halved(batch.slice(half))
 
 
 def headers_of(df: DataFrame) -> Column:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any, Final, Literal, NamedTuple
@@ -29,13 +28,23 @@ from pyspark.sql.types import BinaryType, NullType, StringType, StructField, Str
 
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.columns import ARROW_RECORDS, COORDINATES, RECORDS, Batches, absent_from, as_records, integers_of
-from dedup.spark.input_files import LOSSLESS, reader_options, refuse_lossy, refuse_unread_codecs
+from dedup.spark.columns import (
+    ARROW_RECORDS,
+    COORDINATES,
+    RECORDS,
+    SLICE_BYTES,
+    Batches,
+    absent_from,
+    as_records,
+    gathered,
+    integers_of,
+)
+from dedup.spark.input_files import LOSSLESS, columns_of_files, reader_options, refuse_lossy, refuse_unread_codecs
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import delta_table_of, files_of_runs
 from dedup.spark.map_side import OffsetRuns
 from dedup.spark.row_events import as_events, quoted, same_ids
-from dedup.spark.session import reason_of, without_access
+from dedup.spark.session import reason_of
 from dedup.spark.table_log import DeltaLog
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
@@ -43,10 +52,6 @@ FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 `columns.RECORDS` as text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
-_FOOTERS_AT_ONCE: Final = 8
-
-_NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
-"""Matches the parts of a Parquet schema that Spark and Arrow ignore: `required` or `optional`, and field IDs."""
 _SHOWN: Final = 200
 """Maximum number of characters of a rejected line that an error message shows."""
 _DETAILS: Final = "# Detailed Table Information"
@@ -72,9 +77,12 @@ _FOUND: Final = pa.schema({"topic": pa.string(), "partition": pa.int32(), **_COU
 """For each topic and partition, the bounds of the offsets, the number of rows with an offset, and the total row
 count.
 """
-_BATCH_ROWS: Final = 8_192
+_READ_ROWS: Final = 256
 _FEW_COLUMNS_ROWS: Final = 131_072
-"""Number of rows that a task reads at a time, with and without the column `value`."""
+"""Maximum number of rows that a task reads at a time, with and without the column `value`. Arrow reads no faster if the
+number is greater, and a file's metadata does not tell the size of values that occur repeatedly.
+"""
+_READ_BYTES: Final = 64 << 10
 _TASK_BYTES: Final = 128 << 20
 _TASKS_PER_CORE: Final = 4
 
@@ -383,7 +391,7 @@ def _table_of_files(
     if fmt == "parquet":
         reader = reader.option("mergeSchema", "false")
         table = reader.parquet(*paths)
-        in_files = _columns_of_files(spark, sorted(table.inputFiles()))
+        in_files = columns_of_files(spark, sorted(table.inputFiles()))
         not_of_path = {*in_files, *RECORDS.names, "timestamp"}
         of_path = [name for name in table.columns if name not in not_of_path]
         schema = _with_path_types(table.schema, of_path, as_text=text_paths)
@@ -409,53 +417,6 @@ def _with_path_types(schema: StructType, of_path: Sequence[str], *, as_text: boo
     # Spark infers `void` if each directory is `name=__HIVE_DEFAULT_PARTITION__`, but no file can have this type.
     text = {name for name in of_path if as_text or isinstance(schema[name].dataType, NullType)}
     return StructType([StructField(each.name, StringType()) if each.name in text else each for each in schema.fields])
-
-
-def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the files have different
-    columns.
-    """
-    # Spark would fill a column that a file lacks with nulls, which would become tombstones or missing times.
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        found = list(pool.map(partial(_footer, spark), files))
-    problems = [each for each in found if isinstance(each, Problem)]
-    wanted: Mapping[str, str] = next((each for each in found if not isinstance(each, Problem)), {})
-    for file, columns in zip(files, found, strict=True):
-        if isinstance(columns, Problem):
-            continue
-        for name in sorted({*wanted, *columns}):
-            here, first = columns.get(name, "missing"), wanted.get(name, "missing")
-            if here != first:
-                text = f"column `{name}` is {here}, but {first} in the first file: read the files separately"
-                problems.append(Problem(file, text))
-    if problems:
-        raise SettingsError(problems)
-    return wanted
-
-
-def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
-    """Return the columns of a Parquet file with their types, or the reason why the file is damaged.
-
-    Raises SettingsError if the file system denies access to the file.
-    """
-    jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
-    conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
-    reader: Any = None
-    try:
-        path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file))
-        source = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, conf)
-        reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(source)
-        schema = reader.getFileMetaData().getSchema()
-        return {kind.getName(): _NO_DIFFERENCE.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
-    except Py4JJavaError as error:
-        refused = without_access(str(error))
-        if refused is not None:
-            raise refused from error
-        reason = str(error.java_exception.getMessage()).splitlines()[0]
-        return Problem(file, f"is damaged: {reason}. Repair or remove it")
-    finally:
-        if reader is not None:
-            reader.close()
 
 
 def _of_files(table: DataFrame, of_path: list[str]) -> _Input:
@@ -678,12 +639,20 @@ def read_splits(
     for split in splits:
         file, groups = split["file"], [split["row_group"]]
         try:
-            with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
-                most_rows = _BATCH_ROWS if "value" in wanted else _FEW_COLUMNS_ROWS
-                for rows in parquet.iter_batches(most_rows, groups, columns=there, use_threads=False):
+            # With a buffer, Arrow does not read a whole column of the row group into memory.
+            with pq.ParquetFile(_path(file), pre_buffer=False, buffer_size=_READ_BYTES) as parquet:
+                most_rows = _rows_at_once(parquet, split["row_group"]) if "value" in wanted else _FEW_COLUMNS_ROWS
+                for rows in gathered(parquet.iter_batches(most_rows, groups, columns=there, use_threads=False)):
                     yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
         except (OSError, pa.ArrowException) as error:
             raise DamagedFile(f"Error while reading file {file} : {error}") from error
+
+
+def _rows_at_once(parquet: pq.ParquetFile, row_group: int) -> int:
+    """Return the number of rows of a row group that fit into `SLICE_BYTES` on average, and at most `_READ_ROWS`."""
+    found = parquet.metadata.row_group(row_group)
+    average_bytes = int(found.total_byte_size) // max(1, int(found.num_rows))
+    return max(1, min(_READ_ROWS, SLICE_BYTES // max(1, average_bytes)))
 
 
 def _path(file: str) -> str:

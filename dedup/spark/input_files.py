@@ -1,4 +1,4 @@
-"""Lists the files of an input at any directory depth, and finds the directory levels that hold partition columns.
+"""Lists the files of an input at any directory depth, and finds the columns of Parquet files and of directory levels.
 
 By default, Spark silently skips files in subdirectories that are not columns (`day=2026-01-31/`). If subdirectories are
 columns, Spark silently skips files outside of these subdirectories.
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from dedup.errors import Problem, SettingsError
 from dedup.spark.columns import RECORDS
 from dedup.spark.reduce_side import JUDGED
+from dedup.spark.session import without_access
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 PATTERN_CHARACTERS: Final = "*?[{\\"
@@ -40,6 +42,8 @@ _TABLES: Final[Mapping[Kind, str]] = {
     ),
 }
 _CHECKED_AT_ONCE: Final = 8
+_NO_DIFFERENCE: Final = re.compile(r"(?:^|(?<=[{;] ))(?:required|optional) | = \d+(?=;| \{|$)")
+"""Matches the parts of a Parquet schema that Spark and Arrow ignore: `required` or `optional`, and field IDs."""
 _HIDDEN: Final = re.compile(r"(?:\.|_(?!.*=)).*|.*\._COPYING_")
 """The names of files that Spark skips (`HadoopFSUtils.shouldFilterOutPathName`)."""
 
@@ -190,6 +194,53 @@ def _layout(directory: str, roots: Collection[str], *, upwards: bool) -> _Layout
         base, above = root, []
     columns = (*above, *names)
     return _Layout(base if columns else "", columns)
+
+
+def columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
+    """Return the columns of the Parquet files. Raises SettingsError if a file is damaged or the files have different
+    columns.
+    """
+    # Spark would fill a column that a file lacks with nulls, which would become tombstones or missing times.
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+        found = list(pool.map(partial(_footer, spark), files))
+    problems = [each for each in found if isinstance(each, Problem)]
+    wanted: Mapping[str, str] = next((each for each in found if not isinstance(each, Problem)), {})
+    for file, columns in zip(files, found, strict=True):
+        if isinstance(columns, Problem):
+            continue
+        for name in sorted({*wanted, *columns}):
+            here, first = columns.get(name, "missing"), wanted.get(name, "missing")
+            if here != first:
+                text = f"column `{name}` is {here}, but {first} in the first file: read the files separately"
+                problems.append(Problem(file, text))
+    if problems:
+        raise SettingsError(problems)
+    return wanted
+
+
+def _footer(spark: SparkSession, file: str) -> dict[str, str] | Problem:
+    """Return the columns of a Parquet file with their types, or the reason why the file is damaged.
+
+    Raises SettingsError if the file system denies access to the file.
+    """
+    jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
+    conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
+    reader: Any = None
+    try:
+        path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file))
+        source = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, conf)
+        reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(source)
+        schema = reader.getFileMetaData().getSchema()
+        return {kind.getName(): _NO_DIFFERENCE.sub("", " ".join(str(kind).split())) for kind in schema.getFields()}
+    except Py4JJavaError as error:
+        refused = without_access(str(error))
+        if refused is not None:
+            raise refused from error
+        reason = str(error.java_exception.getMessage()).splitlines()[0]
+        return Problem(file, f"is damaged: {reason}. Repair or remove it")
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 class _Look:

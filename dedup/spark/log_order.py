@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import COORDINATES, Batches, integers_of, topics_of
+from dedup.spark.columns import COORDINATES, Batches, divided, integers_of, topics_of
 from dedup.spark.map_side import Packer, ReceivedRows
 
 _PART_BYTES: Final = 256 << 20
@@ -74,7 +74,7 @@ def spread(
     Raises StateIncompatible for a record of a topic that the topology does not read.
     """
     with Packer(targets, batch_rows) as packer:
-        for batch in batches:
+        for batch in divided(batches):
             positions, partitions = topics_of(batch, topics), integers_of(batch, "partition")
             offsets, numbers = integers_of(batch, "offset"), np.zeros(batch.num_rows, np.uint16)
             for topic, partition, first, cuts in ranges:

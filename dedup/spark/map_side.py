@@ -34,8 +34,11 @@ from dedup.spark.columns import (
     COORDINATES,
     Batches,
     binary_column,
+    divided,
     extract_batch,
+    gathered,
     integers_of,
+    together,
     topics_of,
 )
 from dedup.topology.model import Topology, extractor_of
@@ -73,8 +76,6 @@ _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=Fa
 """Compression halves the number of bytes. Each byte is copied eight times between tasks."""
 _UNCOMPRESSED: Final = pa.ipc.IpcWriteOptions(use_threads=False)
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
-_BATCH_ROWS: Final = 8_192
-"""Number of rows that `Screener` processes at a time. This many rows fit into the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
@@ -270,8 +271,8 @@ def _without_extracted(batch: pa.RecordBatch, idle: Collection[int]) -> pa.Recor
 # Therefore, a map task packs the rows for one reduce task into one binary value (an Arrow stream), so that the cost
 # depends on the number of bytes. Spark's own hash of `TARGET` determines which reduce task receives a value.
 #
-# Spark passes batches of `maxRecordsPerBatch` rows to Python regardless of their size, and a batch must stay below
-# 2 GiB. Therefore, enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
+# Spark passes batches of `maxRecordsPerBatch` rows to Python, and by default up to 256 MiB at a time. To save memory,
+# enough empty rows follow each packed value to keep a full batch within `BATCH_BYTES`.
 
 
 class _Buffers:
@@ -438,7 +439,7 @@ class Packer:
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
 
     def _pack(self, target: int, slices: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-        packed = packed_stream(_together(slices))
+        packed = packed_stream(together(slices))
         count = 1 + self._batch_rows * packed.size // BATCH_BYTES
         offsets = np.full(count + 1, packed.size, np.int32)
         offsets[0] = 0
@@ -490,22 +491,16 @@ class ReceivedRows:
 
         The columns in ``without`` are not unpacked.
         """
-        held: list[pa.RecordBatch] = []
-        count = size_bytes = 0
+        yield from gathered(self._unpacked(without))
+
+    def _unpacked(self, without: Collection[str]) -> Batches:
         options = _READ_OPTIONS
         for packed in self._packed.all():
             if without and options is _READ_OPTIONS:
                 names = pa.ipc.read_schema(packed).names
                 wanted = [at for at, name in enumerate(names) if name not in without]
                 options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted)
-            batch = unpacked(packed, options)
-            held.append(batch)
-            count, size_bytes = count + batch.num_rows, size_bytes + packed.size
-            if count >= _BATCH_ROWS or size_bytes >= _MOST_PACKED_BYTES:
-                yield _together(held)
-                held, count, size_bytes = [], 0, 0
-        if held:
-            yield _together(held)
+            yield unpacked(packed, options)
 
 
 def packed_stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions = _WRITE_OPTIONS) -> pa.Buffer:
@@ -523,10 +518,6 @@ def unpacked(stream: pa.Buffer, options: pa.ipc.IpcReadOptions = _READ_OPTIONS) 
 
 def _rows_of(rows: pa.RecordBatch, borders: Sequence[int], first: int, end: int) -> pa.RecordBatch:
     return rows.slice(borders[first], borders[end] - borders[first])
-
-
-def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,11 +541,10 @@ def map_rows(plan: MapPlan, batches: Iterable[pa.RecordBatch]) -> Batches:
     """
     screener = Screener(plan)
     with Packer(plan.targets, plan.batch_rows) as packer:
-        for batch in batches:
-            for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
-                reducers = buckets_of(screened.column(ID), len(plan.targets))
-                yield from packer.add(screened, reducers.astype(np.uint16))
+        for batch in divided(batches):
+            screened = screener.screened(batch)
+            reducers = buckets_of(screened.column(ID), len(plan.targets))
+            yield from packer.add(screened, reducers.astype(np.uint16))
         yield from packer.rest()
         if screener.runs.all:
             yield packer.notices(write_notice(screener.runs.all))

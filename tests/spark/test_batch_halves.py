@@ -11,14 +11,16 @@ from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dedup.core.window import Feed
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import RECORDS, content_digests
-from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_rows
+from dedup.spark.columns import RECORDS, SLICE_BYTES, content_digests, divided
+from dedup.spark.files import read_splits
+from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, ReceivedRows, map_rows
 from dedup.spark.reduce_side import ReducePlan, reduce_rows
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
@@ -166,6 +168,28 @@ def test_a_batch_of_parcels_as_spark_makes_it_stays_small(batch_rows):
     assert sum(flat) > 30_000 * 450
     handed_over = [sum(flat[begin : begin + batch_rows]) for begin in range(0, len(flat), batch_rows)]
     assert max(handed_over) < 2 * BATCH_BYTES
+
+
+def test_large_values_are_read_and_packed_a_few_at_a_time(tmp_path):
+    # 150 MB of values that compress to little: a batch of 8,192 such rows would be 8 GB.
+    events = [Event(0, b'{"id":%d,"pad":"%s"}' % (number % 100, b"x" * 1_000_000), number) for number in range(150)]
+    table, file = batches(events).combine_chunks(), tmp_path / "large.parquet"
+    pq.write_table(table, file, write_batch_size=8)
+    splits = [{"file": file.as_uri(), "row_group": 0}]
+    topology = topology_of({"guard_period": "1s", "grace": "0s"})
+    plan = MapPlan(topology, "direct", NOW_MS, (5,))
+    most_bytes = SLICE_BYTES + 1_001_000
+    read = list(read_splits(table.schema.names, splits))
+    assert pa.Table.from_batches(read).equals(table)
+    assert max(each.nbytes for each in read) < 2 * SLICE_BYTES
+    (whole,) = table.to_batches()
+    assert max(each.nbytes for each in divided([whole])) < most_bytes
+    packed = list(map_rows(plan, [whole]))
+    with ReceivedRows(packed) as received:
+        sizes = [each.nbytes for each in received.rows()]
+    assert max(sizes) < (64 << 20) + 2 * most_bytes
+    judged = pa.Table.from_batches(reduce_rows(ReducePlan(topology, "direct", table.schema.names), iter(packed)))
+    assert judged.column("verdict").to_pylist() == ["unique"] * 100 + ["duplicate"] * 50
 
 
 def test_without_coordinates_equal_times_are_ordered_by_content_whatever_came_first():
